@@ -1,0 +1,45 @@
+"""Which architecture a checkpoint folder holds, from its `config.json` alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from modeling.errors import CheckpointError
+from modeling.flint.config import FlintConfig
+
+# The one place that knows every architecture: model_type -> its config class.
+CONFIGS = {"flint": FlintConfig}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        CheckpointError: the file is absent, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist: a checkpoint folder needs it") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}): the file may be truncated") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def load_config(folder: Path) -> FlintConfig:
+    """Reads `folder/config.json`.
+
+    Raises:
+        CheckpointError: no such file, an unknown `model_type`, or a config that contradicts itself.
+    """
+    raw = read_json(Path(folder) / "config.json")
+    model_type = raw.get("model_type")
+    if model_type not in CONFIGS:
+        raise CheckpointError(
+            f"{folder}/config.json has model_type {model_type!r}; this engine runs {', '.join(sorted(CONFIGS))}"
+        )
+    return CONFIGS[model_type].from_json(raw)

@@ -1,0 +1,208 @@
+"""Flint in Flax NNX (tree mode): modules hold parameters only; caches and positions are passed in and returned.
+
+Two ways to run it share every layer:
+
+* `model(tokens)` is the definition: no cache, dense attention, every expert on every token, differentiable.
+* `forward(model, batch, cache)` is what the engine, the scorer and the benchmarks jit: one chunk of each row against
+  a paged cache. A decode step is a chunk of one token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from modeling.cache import Cache, LayerCache, PageTables, write_pages
+from modeling.flint.config import SLIDING, FlintConfig
+from modeling.layers.attention import dense_attention, paged_attention
+from modeling.layers.linear import Linear
+from modeling.layers.mlp import SwiGLU
+from modeling.layers.moe import SparseMLP
+from modeling.layers.norm import RMSNorm
+from modeling.layers.rope import apply_rope, rope_angles
+
+# q [batch, tokens, heads, head_dim], k, v [batch, tokens, kv_heads, head_dim], sinks [heads], window ->
+# output like q, and the layer's updated cache (None without one).
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int | None], tuple[jax.Array, LayerCache | None]]
+
+
+class Batch(NamedTuple):
+    """One step's input: a chunk of each row.
+
+    Attributes:
+        tokens: [batch, chunk] int32.
+        starts: [batch] int32, the position of `tokens[:, 0]`, which is also the number of tokens cached before it.
+        lengths: [batch] int32, how many of the chunk's tokens are real; 0 for an idle row.
+        pages: where the rows' pages are, those of this chunk included.
+    """
+
+    tokens: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+    pages: PageTables
+
+
+class Embedding(nnx.Module):
+    """Token embedding, `weight` [vocab_size, hidden_size]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int):
+        self.weight = nnx.Param(jnp.zeros((vocab_size, hidden_size), jnp.bfloat16))
+
+    def __call__(self, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        return self.weight[...][tokens].astype(dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention: per-head RMSNorm of q and k, RoPE on sliding layers only, a sink a query head."""
+
+    def __init__(self, config: FlintConfig, layer: int, weight_format: str):
+        heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = Linear(heads * d, config.hidden_size, weight_format)
+        self.k_proj = Linear(kv_heads * d, config.hidden_size, weight_format)
+        self.v_proj = Linear(kv_heads * d, config.hidden_size, weight_format)
+        self.o_proj = Linear(config.hidden_size, heads * d, weight_format)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps)
+        self.k_norm = RMSNorm(d, config.rms_norm_eps)
+        self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32))
+        self.head_dim = d
+        self.rotary = config.layer_types[layer] == SLIDING
+        self.window = config.window(layer)
+
+    def __call__(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """x [batch, tokens, hidden_size] -> the same shape, and the layer's cache."""
+        q, k, v = (
+            proj(x).reshape(*x.shape[:2], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary:
+            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        out, cache = attend(q, k, v, self.sinks[...], self.window)
+        return self.o_proj(out.reshape(*x.shape[:2], -1)), cache
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind a norm that also carries the residual add of the sublayer before it."""
+
+    def __init__(self, config: FlintConfig, layer: int, weight_format: str, router_dtype: str):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, weight_format)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.sparse_layers[layer]:
+            self.mlp = SparseMLP(
+                config.hidden_size,
+                config.num_experts,
+                config.num_experts_per_tok,
+                config.moe_intermediate_size,
+                config.shared_expert_intermediate_size,
+                config.norm_topk_prob,
+                weight_format,
+                router_dtype,
+            )
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, weight_format)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        residual: jax.Array | None,
+        angles: tuple[jax.Array, jax.Array],
+        attend: Attend,
+        reference: bool,
+    ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
+        """x is the last sublayer's output, `residual` the stream before it (None in the first layer)."""
+        with jax.named_scope("attention"):
+            y, residual = self.input_layernorm.add(x, residual) if residual is not None else (self.input_layernorm(x), x)
+            x, cache = self.self_attn(y, angles, attend)
+        with jax.named_scope("mlp"):
+            y, residual = self.post_attention_layernorm.add(x, residual)
+            x = self.mlp(y, reference) if isinstance(self.mlp, SparseMLP) else self.mlp(y)
+        return x, residual, cache
+
+
+class Flint(nnx.Module):
+    """The whole model. Made abstractly (`Flint.abstract`), filled by a loader or by `random_parameters`.
+
+    Attributes:
+        dtype: compute dtype. bfloat16 follows the reference's rounding points; float32 rounds nowhere.
+        weight_format: "bf16" or "nvfp4" (packed linear layers, the LM head included).
+        router_dtype: see `SparseMLP`.
+    """
+
+    def __init__(
+        self, config: FlintConfig, dtype: jnp.dtype = jnp.bfloat16, weight_format: str = "bf16", router_dtype: str = "float32"
+    ):
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nnx.List(
+            DecoderLayer(config, layer, weight_format, router_dtype) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.vocab_size, config.hidden_size, weight_format)
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.weight_format = weight_format
+
+    @classmethod
+    def abstract(cls, config: FlintConfig, **options) -> Flint:
+        """The model with `jax.ShapeDtypeStruct` leaves: its shape table. Allocates nothing, at any size."""
+        return nnx.eval_shape(lambda: cls(config, **options))
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Final hidden states [..., hidden_size] to float32 logits [..., vocab_size]."""
+        with jax.named_scope("lm_head"):
+            return self.lm_head.accumulate(hidden)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """tokens [batch, seq] int32 -> float32 logits [batch, seq, vocab_size], without a cache; differentiable."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+        def attend(q, k, v, sinks, window):
+            return dense_attention(q, k, v, sinks, positions, window), None
+
+        x, residual = self.embed_tokens(tokens, self.dtype), None
+        angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        for layer in self.layers:
+            x, residual, _ = layer(x, residual, angles, attend, reference=True)
+        y, _ = self.norm.add(x, residual)
+        return self.logits(y)
+
+
+@functools.partial(jax.jit, inline=False)
+def _cached_layer(layer: DecoderLayer, x, residual, cache: LayerCache, table, positions, valid, angles):
+    """One layer against its pages. Jitted on its own so that layers of one kind are traced once."""
+
+    def attend(q, k, v, sinks, window):
+        new_cache = write_pages(cache, k, v, table, positions, valid)
+        return paged_attention(q, new_cache, sinks, table, positions, valid, window), new_cache
+
+    return layer(x, residual, angles, attend, reference=False)
+
+
+def forward(model: Flint, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Runs one chunk of each row and writes its keys and values to the cache.
+
+    Args:
+        batch: the chunk; rows may have different lengths and starts.
+        cache: donate it where this is jitted.
+
+    Returns:
+        Final hidden states [batch, chunk, hidden_size] (rows past `lengths` are meaningless) and the updated cache.
+    """
+    chunk = batch.tokens.shape[1]
+    positions = batch.starts[:, None] + jnp.arange(chunk)
+    valid = jnp.arange(chunk) < batch.lengths[:, None]
+    angles = rope_angles(positions, model.config.head_dim, model.config.rope_theta)
+    x, residual, new_cache = model.embed_tokens(batch.tokens, model.dtype), None, []
+    for i, layer in enumerate(model.layers):
+        table = batch.pages.window if model.config.layer_types[i] == SLIDING else batch.pages.full
+        x, residual, layer_cache = _cached_layer(layer, x, residual, cache[i], table, positions, valid, angles)
+        new_cache.append(layer_cache)
+    with jax.named_scope("final_norm"):
+        y, _ = model.norm.add(x, residual)
+    return y, tuple(new_cache)

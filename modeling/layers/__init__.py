@@ -1,0 +1,1 @@
+"""Building blocks shared by the models, one idea a file."""

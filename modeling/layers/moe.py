@@ -1,0 +1,155 @@
+"""Mixture of experts: the router, and three ways to run the selected experts that compute the same thing.
+
+`experts_reference` is the definition: every expert on every token, differentiable, wasteful. `experts_gather` reads
+each selected expert's weights once per (token, slot) and suits a decode step. `experts_grouped` sorts the tokens by
+expert and suits prefill. Only the order of float32 sums inside a dot differs between them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from modeling.layers.linear import Linear
+from modeling.layers.mlp import SwiGLU
+from modeling.layers.numerics import dot32, rounded
+
+# Rows of one group in `experts_grouped`: large enough for a matrix unit, small enough that a short prompt's experts,
+# which see a handful of tokens each, do not multiply padding.
+GROUP_ROWS = 16
+# Up to this many (token, slot) pairs, gathering whole experts costs less than sorting.
+GATHER_PAIRS = 64
+
+
+class Experts(nnx.Module):
+    """A stack of SwiGLU experts; gate and up stay unrounded until the activation (unlike `SwiGLU`)."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, weight_format: str):
+        self.gate_proj = Linear(intermediate_size, hidden_size, weight_format, num_experts)
+        self.up_proj = Linear(intermediate_size, hidden_size, weight_format, num_experts)
+        self.down_proj = Linear(hidden_size, intermediate_size, weight_format, num_experts)
+
+    def __call__(self, x: jax.Array, expert: jax.Array) -> jax.Array:
+        """One expert [] on rows [rows, hidden_size]."""
+        gate, up = self.gate_proj.accumulate(x, expert), self.up_proj.accumulate(x, expert)
+        activation = rounded(jax.nn.silu(gate) * up, x.dtype)
+        return rounded(self.down_proj.accumulate(activation, expert), x.dtype)
+
+
+class SparseMLP(nnx.Module):
+    """Flint's MoE block: sigmoid router, top-k of the logits, one ungated shared expert.
+
+    Attributes:
+        gate: router weights [num_experts, hidden_size], float32 or bfloat16 as on disk.
+        router_dtype: "float32" keeps weights, logits and routing weights in float32 (transformers); "bfloat16"
+            rounds all three (vLLM, which calls it the reference's rule). They select different experts in about 4% of
+            cases. Without effect in float32 compute, which never rounds.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        moe_intermediate_size: int,
+        shared_expert_intermediate_size: int,
+        norm_topk_prob: bool,
+        weight_format: str,
+        router_dtype: str,
+    ):
+        self.gate = nnx.Param(jnp.zeros((num_experts, hidden_size), jnp.dtype(router_dtype)))
+        self.experts = Experts(num_experts, hidden_size, moe_intermediate_size, weight_format)
+        self.shared_expert = SwiGLU(hidden_size, shared_expert_intermediate_size, weight_format)
+        self.num_experts_per_tok = num_experts_per_tok
+        self.norm_topk_prob = norm_topk_prob
+        self.router_dtype = router_dtype
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [tokens, hidden_size] -> routing weights float32 and expert ids int32, each [tokens, num_experts_per_tok].
+
+        Selection is on the logits (a float32 sigmoid saturates and would make ties); `lax.top_k` prefers the lowest
+        index among equals, as the reference does.
+        """
+        round_router = self.router_dtype == "bfloat16" and x.dtype == jnp.bfloat16
+        dtype = jnp.bfloat16 if round_router else jnp.float32
+        logits = rounded(dot32("tk,ek->te", x.astype(dtype), self.gate[...]), dtype).astype(jnp.float32)
+        top, expert_ids = lax.top_k(logits, self.num_experts_per_tok)
+        scores = jax.nn.sigmoid(top)
+        if self.norm_topk_prob:
+            scores = scores / (scores.sum(-1, keepdims=True) + 1e-20)
+        return rounded(scores, dtype).astype(jnp.float32), expert_ids
+
+    def __call__(self, x: jax.Array, reference: bool = False) -> jax.Array:
+        """x [..., hidden_size] -> [..., hidden_size]; `reference` picks the differentiable definition."""
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, expert_ids = self.route(tokens)
+        if reference:
+            run = experts_reference
+        else:
+            run = experts_gather if expert_ids.size <= GATHER_PAIRS else experts_grouped
+        routed = rounded(run(self.experts, tokens, weights, expert_ids), x.dtype).astype(jnp.float32)
+        shared = self.shared_expert(tokens).astype(jnp.float32)
+        return rounded(routed + shared, x.dtype).reshape(x.shape)
+
+
+def _combine(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """Weighted sum in float32, in selection order: rows [tokens, k, hidden], weights [tokens, k] -> [tokens, hidden]."""
+    total = jnp.zeros((rows.shape[0], rows.shape[2]), jnp.float32)
+    for slot in range(rows.shape[1]):
+        total = total + weights[:, slot, None] * rows[:, slot].astype(jnp.float32)
+    return total
+
+
+def experts_reference(experts: Experts, x: jax.Array, weights: jax.Array, expert_ids: jax.Array) -> jax.Array:
+    """Every expert on every token. x [tokens, hidden], weights and ids [tokens, k] -> float32 [tokens, hidden]."""
+    num_experts = jax.tree.leaves(experts)[0].shape[0]
+    everything = lax.map(lambda expert: experts(x, expert), jnp.arange(num_experts))  # [experts, tokens, hidden]
+    rows = everything[expert_ids, jnp.arange(x.shape[0])[:, None]]
+    return _combine(rows, weights)
+
+
+def experts_gather(experts: Experts, x: jax.Array, weights: jax.Array, expert_ids: jax.Array) -> jax.Array:
+    """As `experts_reference`, reading only the selected experts' weights: for few tokens."""
+
+    def accumulate(linear: Linear, rows: jax.Array) -> jax.Array:
+        # rows [tokens, k, in]. A multiply and sum lets XLA fuse the gather and the decoding into one kernel, where a
+        # dot would first write the decoded matrices out.
+        matrix = linear.matrix(jnp.float32, expert_ids)  # [tokens, k, out, in]
+        products = rows.astype(jnp.float32)[..., None, :] * matrix
+        scale = jnp.asarray(linear.scale(expert_ids), jnp.float32)
+        return products.sum(-1) * jnp.broadcast_to(scale, expert_ids.shape)[..., None]
+
+    rows = jnp.broadcast_to(x[:, None], (*expert_ids.shape, x.shape[-1]))
+    gate, up = accumulate(experts.gate_proj, rows), accumulate(experts.up_proj, rows)
+    activation = rounded(jax.nn.silu(gate) * up, x.dtype)
+    return _combine(rounded(accumulate(experts.down_proj, activation), x.dtype), weights)
+
+
+def experts_grouped(experts: Experts, x: jax.Array, weights: jax.Array, expert_ids: jax.Array) -> jax.Array:
+    """As `experts_reference`, one expert's tokens at a time: for many tokens.
+
+    The (token, slot) pairs are sorted by expert and cut into groups of GROUP_ROWS that never span two experts. A loop
+    runs over the groups that exist (a number known only on the device), decoding one expert's weights at a time, so
+    that packed weights are never expanded as a whole.
+    """
+    num_tokens, k = expert_ids.shape
+    num_pairs, num_experts = num_tokens * k, jax.tree.leaves(experts)[0].shape[0]
+    order = jnp.argsort(expert_ids.reshape(-1), stable=True)  # pair at each sorted place
+    counts = jnp.bincount(expert_ids.reshape(-1), length=num_experts)
+    group_ends = jnp.cumsum((counts + GROUP_ROWS - 1) // GROUP_ROWS)  # [experts], in groups
+    pair_ends = jnp.cumsum(counts)  # [experts], in sorted places
+
+    def run_group(group: jax.Array, out: jax.Array) -> jax.Array:
+        expert = jnp.searchsorted(group_ends, group, side="right")
+        first_group = jnp.where(expert > 0, group_ends[expert - 1], 0)
+        first_pair = jnp.where(expert > 0, pair_ends[expert - 1], 0)
+        places = first_pair + (group - first_group) * GROUP_ROWS + jnp.arange(GROUP_ROWS)
+        pairs = order[jnp.minimum(places, num_pairs - 1)]
+        rows = experts(x[pairs // k], expert)
+        pairs = jnp.where(places < pair_ends[expert], pairs, num_pairs)  # padding rows are dropped
+        return out.at[pairs].set(rows, mode="drop")
+
+    out = lax.fori_loop(0, group_ends[-1], run_group, jnp.zeros((num_pairs, x.shape[-1]), x.dtype))
+    return _combine(out.reshape(num_tokens, k, -1), weights)
