@@ -1,0 +1,128 @@
+"""Teacher-forced logits of token ids: `python -m modeling.score DIR --tokens ids.npy --out out.npz`.
+
+Runs the engine's own path, a chunk at a time against a paged cache, so that any length fits; it is what the engine's
+tokens are compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from modeling.flint.model import Flint
+
+CHUNK_TOKENS = 512  # tokens of all rows that one step runs
+
+
+def score(model: Flint, tokens: np.ndarray) -> np.ndarray:
+    """Logits after every position.
+
+    Args:
+        tokens: [batch, seq] integer ids.
+
+    Returns:
+        [batch, seq, vocab_size] float32.
+    """
+    rows = max(1, min(tokens.shape[0], CHUNK_TOKENS // tokens.shape[1]))
+    groups = [_score_rows(model, tokens[i : i + rows]) for i in range(0, tokens.shape[0], rows)]
+    return np.concatenate(groups)
+
+
+def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
+    import jax
+    import jax.numpy as jnp
+
+    from modeling.cache import CacheShape, PageTables, make_cache
+    from modeling.flint.model import Batch, Flint, forward
+
+    batch, seq = tokens.shape
+    chunk = min(seq, CHUNK_TOKENS // batch or 1)
+    shape = CacheShape.for_sequences(model.config, batch, seq, chunk)
+    pages = PageTables(
+        jnp.arange(shape.num_full_pages, dtype=jnp.int32).reshape(batch, -1),
+        jnp.arange(shape.num_window_pages, dtype=jnp.int32).reshape(batch, -1),
+    )
+    cache = make_cache(model.config, shape, model.dtype)
+    leaves, treedef = jax.tree.flatten(model)
+
+    def step(leaves, cache, tokens, start, length):
+        model: Flint = jax.tree.unflatten(treedef, leaves)
+        starts, lengths = jnp.full(batch, start), jnp.full(batch, length)
+        hidden, cache = forward(model, Batch(tokens, starts, lengths, pages), cache)
+        return model.logits(hidden), cache
+
+    run = jax.jit(step, donate_argnums=1)
+    out = np.empty((batch, seq, model.config.vocab_size), np.float32)
+    for start in range(0, seq, chunk):
+        length = min(chunk, seq - start)
+        part = np.zeros((batch, chunk), np.int32)
+        part[:, :length] = tokens[:, start : start + length]
+        logits, cache = run(leaves, cache, part, np.int32(start), np.int32(length))
+        out[:, start : start + length] = np.asarray(logits)[:, :length]
+    return out
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """Token ids [batch, seq] of a .npy file (a single row may be 1-D).
+
+    Raises:
+        ValueError: not such a file; says what it must hold.
+    """
+    try:
+        tokens = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a .npy array: {error}") from None
+    if not isinstance(tokens, np.ndarray) or tokens.ndim not in (1, 2) or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"{path} must hold integer token ids, [batch, seq]")
+    if tokens.size == 0:
+        raise ValueError(f"{path} holds no tokens")
+    return np.atleast_2d(tokens)
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, max_len: int) -> None:
+    """Raises ValueError where ids or lengths are out of the model's range."""
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(f"token ids run from {tokens.min()} to {tokens.max()}; the model has 0..{vocab_size - 1}")
+    if tokens.shape[1] > max_len:
+        raise ValueError(f"rows of {tokens.shape[1]} tokens exceed the model's context of {max_len}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; exit status 2 with one sentence where the input is unusable."""
+    parser = argparse.ArgumentParser(prog="python -m modeling.score", description=__doc__)
+    parser.add_argument("checkpoint", help="checkpoint folder, .gguf file, or hub repository id")
+    parser.add_argument("--tokens", type=Path, required=True, help=".npy of integer ids, [batch, seq]")
+    parser.add_argument("--out", type=Path, required=True, help=".npz to write; holds `logits` [batch, seq, vocab]")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype")
+    parser.add_argument("--media", type=Path, help="media inputs, for models that take them")
+    parser.add_argument("--mtp", action="store_true", help="also the multi-token-prediction logits, where a model has them")
+    args = parser.parse_args(argv)
+    try:
+        if args.media or args.mtp:
+            raise ValueError("Flint takes no media and has no multi-token prediction; leave --media and --mtp out")
+        if not args.out.parent.is_dir():
+            raise ValueError(f"the folder of --out {args.out} does not exist")
+        tokens = read_tokens(args.tokens)
+
+        from modeling import load
+
+        model = load(args.checkpoint, dtype=args.dtype)
+        check_tokens(tokens, model.config.vocab_size, model.config.max_position_embeddings)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with args.out.open("wb") as file:  # np.savez would append .npz to another name
+        np.savez(file, logits=score(model, tokens))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

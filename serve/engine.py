@@ -1,0 +1,491 @@
+"""The engine: token ids in, token ids out. Knows requests, slots and pages; knows nothing about text.
+
+One thread owns JAX and everything in `Programs` and `Scheduler`. Other threads hand it submissions and aborts through
+an inbox and are called back with `Output`s.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import jax.monitoring
+import numpy as np
+
+from modeling.cache import CacheShape, pages_for, window_ring
+from modeling.flint.model import Flint
+from modeling.sampling import TopLogprobs
+from serve.programs import Admission, Programs, Sampled, Shapes
+from serve.request import (
+    MAX_STOP_TOKENS,
+    Completion,
+    EngineBusy,
+    EngineClosed,
+    InvalidRequest,
+    Output,
+    Request,
+    TokenLogprob,
+)
+from serve.scheduler import Scheduler, Sequence
+from serve.validate import MAX_LOGIT_BIAS, check_request
+
+log = logging.getLogger(__name__)
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """What an operator may choose.
+
+    Attributes:
+        max_model_len: tokens a sequence may have, prompt and output; None means the model's own limit.
+        num_slots: sequences that decode together.
+        cache_bytes: device memory for the KV cache; None means enough for every slot at full length on a CPU (at most
+            4 GiB), and what the device has left on an accelerator.
+        prefill_chunks: compiled chunk lengths in tokens, ascending.
+        decode_steps: tokens generated between two visits to the host.
+        max_queue: requests that may wait for a slot.
+        progress: show a bar while compiling.
+    """
+
+    max_model_len: int | None = None
+    num_slots: int = 8
+    cache_bytes: int | None = None
+    prefill_chunks: tuple[int, ...] = (64, 512)
+    decode_steps: int = 8
+    max_queue: int = 1024
+    progress: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. Totals count since the start; pages are those of the full-attention layers."""
+
+    num_running: int
+    num_waiting: int
+    num_slots: int
+    kv_pages_used: int
+    kv_pages_total: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+
+
+class Engine:
+    """Serves one model. `start` it, `submit` or `generate`, and `close` it.
+
+    Attributes:
+        max_model_len: prompt + output tokens a sequence may have.
+        vocab_size: token ids are 0 .. vocab_size - 1.
+        eos_token_ids: end tokens, unless a request ignores them.
+        compiles_since_ready: programs XLA has compiled since `start` returned; stays 0.
+    """
+
+    def __init__(self, model: Flint, config: EngineConfig = EngineConfig(), eos_token_ids: Iterable[int] = ()):
+        limit = model.config.max_position_embeddings
+        self.max_model_len = min(config.max_model_len or limit, limit)
+        self.vocab_size = model.config.vocab_size
+        self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *model.config.eos_token_ids)))
+        if len(self.eos_token_ids) > MAX_STOP_TOKENS:
+            raise ValueError(f"{len(self.eos_token_ids)} end tokens; at most {MAX_STOP_TOKENS} are supported")
+        self.config = config
+        shapes = Shapes(
+            num_slots=config.num_slots,
+            cache=cache_shape(model, config, self.max_model_len),
+            prefill_chunks=config.prefill_chunks,
+            decode_steps=config.decode_steps,
+            num_stops=MAX_STOP_TOKENS,
+            max_bias=MAX_LOGIT_BIAS,
+        )
+        self._programs = Programs(model, shapes)
+        self._scheduler = Scheduler(config.num_slots, shapes.cache)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._known: set[str] = set()  # ids submitted and not finished; guarded by the lock
+        self._lock = threading.Lock()
+        self._accepting = self._stopping = False
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread: threading.Thread | None = None
+        self._prompt_tokens_total = self._generation_tokens_total = 0
+        self.compiles_since_ready = 0
+        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
+
+    # -- called from any thread -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Compiles everything, then starts the engine thread. Returns when requests can be served at full speed."""
+        self._programs.compile(self.config.progress)
+        self._warm_up()
+        self._accepting = True
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        """Queues a request and returns at once.
+
+        `on_output` is called on the engine's thread, in order, and must not block; its last call has a
+        `finish_reason`.
+
+        Raises:
+            InvalidRequest: it can never be served; says what to change.
+            EngineBusy: the queue is full.
+            EngineClosed: the engine has not started, is draining, or has stopped.
+        """
+        max_tokens = check_request(request, self.max_model_len, self.vocab_size, len(self.eos_token_ids))
+        full, _ = self._scheduler.pages_needed(len(request.prompt_token_ids) + max_tokens - 1)
+        if full > self._scheduler.full_pool.num_pages:
+            raise InvalidRequest(
+                f"the request may grow to {len(request.prompt_token_ids) + max_tokens} tokens, more than the whole "
+                f"cache holds ({self._scheduler.full_pool.num_pages} pages of 64); shorten it or lower max_tokens"
+            )
+        sequence = Sequence(request, on_output, max_tokens)
+        with self._lock:
+            if not self._accepting:
+                raise EngineClosed("the engine is not accepting requests; try another server or later")
+            if request.request_id in self._known:
+                raise InvalidRequest(f"request_id {request.request_id!r} is already in use; choose another")
+            if len(self._known) >= self.config.max_queue + self.config.num_slots:
+                raise EngineBusy(f"{len(self._known)} requests are already queued; try again later")
+            self._known.add(request.request_id)
+            self._idle.clear()
+            self._inbox.put(lambda: self._scheduler.waiting.append(sequence))
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; a final `Output` with "abort" follows. False if the id is not in the engine."""
+        with self._lock:
+            if request_id not in self._known:
+                return False
+            self._inbox.put(lambda: self._abort(request_id))
+            return True
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Runs requests and yields each as it completes, not in order: match them by `request_id`.
+
+        Raises:
+            InvalidRequest: one of them can never be served; nothing of the others is lost before that.
+        """
+        done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        waiting = collections.deque(requests)
+        in_flight = 0
+        while waiting or in_flight:
+            try:
+                while waiting:
+                    self.submit(waiting[0], _Collector(done.put))
+                    waiting.popleft()
+                    in_flight += 1
+            except EngineBusy:
+                if not in_flight:  # other users fill the queue
+                    time.sleep(0.05)
+                    continue
+            yield done.get()
+            in_flight -= 1
+
+    def stats(self) -> EngineStats:
+        """Counts as of now; safe from any thread."""
+        scheduler = self._scheduler
+        with self._lock:
+            known = len(self._known)
+        running = len(scheduler.running)
+        return EngineStats(
+            num_running=running,
+            num_waiting=max(0, known - running),
+            num_slots=self.config.num_slots,
+            kv_pages_used=scheduler.full_pool.num_used,
+            kv_pages_total=scheduler.full_pool.num_pages,
+            prompt_tokens_total=self._prompt_tokens_total,
+            generation_tokens_total=self._generation_tokens_total,
+        )
+
+    def drain(self, timeout_s: float) -> None:
+        """Takes no new requests, waits for the others up to `timeout_s`, then aborts what is left."""
+        with self._lock:
+            self._accepting = False
+        if self._thread is None or self._idle.wait(timeout_s):
+            return
+        with self._lock:
+            left = list(self._known)
+        for request_id in left:
+            self.abort(request_id)
+        self._idle.wait(timeout=30)
+
+    def close(self) -> None:
+        """Aborts what runs and stops the thread. Safe to call twice."""
+        self.drain(timeout_s=0)
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        if self._thread is not None:
+            self._thread.join(timeout=60)
+            self._thread = None
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    # -- the engine's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._read_inbox()
+            try:
+                self._step()
+            except Exception as error:
+                log.exception("a step failed; its requests are lost and the engine goes on")
+                self._fail_running(f"the step failed: {error}")
+
+    def _read_inbox(self) -> None:
+        """Handles what other threads asked for; sleeps while there is nothing else to do."""
+        scheduler = self._scheduler
+        while True:
+            busy = scheduler.running or scheduler.waiting
+            try:
+                self._inbox.get(block=not busy)()
+            except queue.Empty:
+                return
+            if self._stopping:
+                return
+
+    def _step(self) -> None:
+        """Admits what fits, runs one prompt chunk, then lets every decoding slot generate a few tokens."""
+        while sequence := self._scheduler.admit_next():
+            self._programs.admit(sequence.slot, self._admission(sequence))
+        prefill = self._scheduler.next_prefill()
+        if prefill:
+            self._prefill_chunk(prefill)
+        decoding = self._scheduler.decoding()
+        if decoding:
+            # A prompt in progress waits for no more than one token of the others.
+            more_prompts = self._scheduler.next_prefill() is not None
+            self._decode(decoding, 1 if more_prompts else self.config.decode_steps)
+
+    def _admission(self, sequence: Sequence) -> Admission:
+        request, sampling = sequence.request, sequence.request.sampling
+        row = self._programs.empty_admission()
+        stops = (() if sampling.ignore_eos else self.eos_token_ids) + sampling.stop_token_ids
+        for values, source in (
+            (row.stop_ids, stops),
+            (row.bias_ids, list(sampling.logit_bias)),
+            (row.bias_values, list(sampling.logit_bias.values())),
+            (row.full_pages, sequence.full_pages),
+            (row.window_pages, sequence.window_pages),
+        ):
+            values[: len(source)] = source
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % (1 << 64)
+        return row._replace(
+            temperature=np.float32(sampling.temperature),
+            top_k=np.int32(min(max(sampling.top_k, 0), self.vocab_size)),
+            top_p=np.float32(sampling.top_p),
+            min_p=np.float32(sampling.min_p),
+            repetition_penalty=np.float32(sampling.repetition_penalty),
+            presence_penalty=np.float32(sampling.presence_penalty),
+            frequency_penalty=np.float32(sampling.frequency_penalty),
+            key=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+            min_tokens=np.int32(sampling.min_tokens),
+            max_tokens=np.int32(sequence.max_tokens),
+        )
+
+    def _prefill_chunk(self, sequence: Sequence) -> None:
+        prompt, start = sequence.request.prompt_token_ids, sequence.num_prefilled
+        left = len(prompt) - start
+        scored = sequence.request.sampling.prompt_logprobs is not None and left > 1
+        if scored:
+            # Every token but the last predicts another prompt token; the last one goes the ordinary way below.
+            chunk = self._programs.scored_chunk
+            length = min(chunk, left - 1)
+        else:
+            chunk = next((c for c in self.config.prefill_chunks if c >= left), self.config.prefill_chunks[-1])
+            length = min(chunk, left)
+        tokens = _padded(prompt[start : start + length], chunk)
+        sequence.num_prefilled += length
+        self._prompt_tokens_total += length
+        if scored:
+            targets = prompt[start + 1 : start + 1 + length]
+            scores = self._programs.prefill_scored(sequence.slot, tokens, length, _padded(targets, chunk))
+            num_top = sequence.request.sampling.prompt_logprobs or 0
+            sequence.prompt_logprobs += [
+                _token_logprob(token, scores, (i,), num_top) for i, token in enumerate(targets)
+            ]
+            return
+        first = self._programs.prefill(sequence.slot, tokens, length, is_last=not sequence.is_prefilling)
+        if first:
+            token, scores = first
+            self._deliver(sequence, [token], lambda _: (scores, ()))
+
+    def _decode(self, decoding: list[Sequence], num_steps: int) -> None:
+        wanted = any(s.request.sampling.logprobs is not None for s in decoding)
+        out: Sampled = self._programs.decode(num_steps, wanted)
+        for sequence in decoding:
+            slot = sequence.slot
+            steps = np.flatnonzero(out.valid[:, slot])
+            self._deliver(
+                sequence,
+                [int(out.tokens[step, slot]) for step in steps],
+                lambda i, steps=steps, slot=slot: (out.logprobs, (steps[i], slot)),
+            )
+
+    def _deliver(
+        self, sequence: Sequence, tokens: list[int], scores: Callable[[int], tuple[TopLogprobs, tuple[int, ...]]]
+    ) -> None:
+        """Reports new tokens, and the end if this is it. `scores(i)` is where token i's log-probabilities are."""
+        sampling = sequence.request.sampling
+        first = sequence.num_output_tokens == 0
+        sequence.num_output_tokens += len(tokens)
+        self._generation_tokens_total += len(tokens)
+        stops = (set() if sampling.ignore_eos else set(self.eos_token_ids)) | set(sampling.stop_token_ids)
+        matched = tokens[-1] if tokens and tokens[-1] in stops else None
+        finish = None
+        if matched is not None:
+            finish = "stop"
+        elif sequence.num_output_tokens >= sequence.max_tokens:
+            finish = "length"
+        logprobs = ()
+        if sampling.logprobs is not None:
+            num_top = sampling.logprobs
+            logprobs = tuple(_token_logprob(token, *scores(i), num_top) for i, token in enumerate(tokens))
+        wants_prompt = sampling.prompt_logprobs is not None
+        output = Output(
+            request_id=sequence.request.request_id,
+            token_ids=tuple(tokens),
+            logprobs=logprobs,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if first and wants_prompt else None,
+            finish_reason=finish,
+            matched_token_id=matched,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_output_tokens=sequence.num_output_tokens,
+        )
+        if finish:
+            self._programs.release(sequence.slot)
+            self._end(sequence, output)
+        else:
+            self._call_back(sequence, output)
+
+    def _abort(self, request_id: str) -> None:
+        sequence = self._scheduler.find(request_id)
+        if sequence is None:  # it ended while the abort was on its way
+            return
+        if sequence.slot >= 0:
+            self._programs.release(sequence.slot)
+        self._end(sequence, self._last_output(sequence, "abort"))
+
+    def _fail_running(self, sentence: str) -> None:
+        """Ends every running request and starts from empty device state; waiting requests lose nothing."""
+        for sequence in list(self._scheduler.running.values()):
+            self._end(sequence, self._last_output(sequence, "error", sentence))
+        self._programs.reset()
+
+    def _last_output(self, sequence: Sequence, reason: str, error: str | None = None) -> Output:
+        return Output(
+            request_id=sequence.request.request_id,
+            finish_reason=reason,
+            error=error,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_output_tokens=sequence.num_output_tokens,
+        )
+
+    def _end(self, sequence: Sequence, output: Output) -> None:
+        self._scheduler.finish(sequence)
+        with self._lock:
+            self._known.discard(sequence.request.request_id)
+        self._call_back(sequence, output)
+        with self._lock:
+            if not self._known:
+                self._idle.set()
+
+    @staticmethod
+    def _call_back(sequence: Sequence, output: Output) -> None:
+        try:
+            sequence.on_output(output)
+        except Exception:  # one reader's fault must not end the others' requests
+            log.exception("on_output of request %s raised", output.request_id)
+
+    def _warm_up(self) -> None:
+        """Runs each program once, so that the first request pays for no lazy initialisation."""
+        programs = self._programs
+        programs.admit(0, programs.empty_admission())
+        for chunk in self.config.prefill_chunks:
+            programs.prefill(0, np.zeros(chunk, np.int32), 1, is_last=True)
+        programs.prefill_scored(0, np.zeros(programs.scored_chunk, np.int32), 1, np.zeros(programs.scored_chunk, np.int32))
+        programs.decode(1, True)
+        programs.release(0)
+        programs.reset()
+
+    def _count_compile(self, event: str, duration_s: float, **_) -> None:
+        # Other users of JAX in this process compile on their own threads.
+        if event == COMPILE_EVENT and threading.current_thread() is self._thread:
+            self.compiles_since_ready += 1
+
+
+class _Collector:
+    """Gathers a request's outputs into one `Completion`."""
+
+    def __init__(self, done: Callable[[Completion], None]):
+        self.done, self.tokens, self.logprobs = done, [], []
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    def __call__(self, output: Output) -> None:
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason:
+            self.done(
+                Completion(
+                    output.request_id,
+                    tuple(self.tokens),
+                    output.finish_reason,
+                    tuple(self.logprobs),
+                    self.prompt_logprobs,
+                    output.matched_token_id,
+                    output.error,
+                )
+            )
+
+
+def cache_shape(model: Flint, config: EngineConfig, max_model_len: int) -> CacheShape:
+    """The pools that the memory allows.
+
+    Raises:
+        ValueError: not even one sequence of `max_model_len` tokens fits.
+    """
+    wanted = CacheShape.for_sequences(model.config, config.num_slots, max_model_len, max(config.prefill_chunks))
+    budget = config.cache_bytes if config.cache_bytes is not None else _available_bytes()
+    fixed = dataclasses.replace(wanted, num_full_pages=0).bytes(model.config, model.dtype)
+    page = dataclasses.replace(wanted, num_full_pages=1).bytes(model.config, model.dtype) - fixed
+    fitting = min(wanted.num_full_pages, (budget - fixed) // page) if page else wanted.num_full_pages
+    if fitting < wanted.max_pages:
+        raise ValueError(
+            f"the KV cache may take {budget / 2**30:.2f} GiB, but one sequence of {max_model_len} tokens beside the "
+            f"windows of {config.num_slots} slots needs {(fixed + wanted.max_pages * page) / 2**30:.2f} GiB; "
+            "lower max_model_len or num_slots"
+        )
+    return dataclasses.replace(wanted, num_full_pages=fitting)
+
+
+def _available_bytes() -> int:
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return 4 << 30
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    return int(free * 0.8)  # the rest is for activations
+
+
+def _padded(tokens: tuple[int, ...], size: int) -> np.ndarray:
+    padded = np.zeros(size, np.int32)
+    padded[: len(tokens)] = tokens
+    return padded
+
+
+def _token_logprob(token: int, scores: TopLogprobs, at: tuple[int, ...], num_top: int) -> TokenLogprob:
+    """The host's view of one position `at` of the arrays in `scores`."""
+    ids, values = scores.top_ids[at][:num_top], scores.top[at][:num_top]
+    # A banned token may have -inf; JSON and protobuf readers want finite numbers.
+    top = tuple((int(i), max(float(v), -9999.0)) for i, v in zip(ids, values, strict=True))
+    return TokenLogprob(token, max(float(scores.chosen[at]), -9999.0), top)
