@@ -1,0 +1,102 @@
+"""What Flint's parameters are called on disk, in both released layouts, and which axes they have.
+
+A leaf is named by its path in the module tree, for example `layers.3.mlp.experts.gate_proj.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+
+from modeling.loading.tensors import Piece
+
+_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_proj|up_proj|down_proj)\.weight")
+
+_GGUF_TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+
+
+def is_router(leaf: str) -> bool:
+    """Whether the leaf is a router's weights, whose precision is chosen apart from the others'."""
+    return leaf.endswith(".mlp.gate")
+
+
+def is_matrix(leaf: str) -> bool:
+    """Whether the leaf is a matrix that compute multiplies with: not a norm, sink or router, which may stay float32."""
+    return not (is_router(leaf) or leaf.endswith(".sinks") or "norm." in leaf)
+
+
+def safetensors_pieces(leaf: str, shape: tuple[int, ...], present: Container[str]) -> list[Piece]:
+    """The tensors a leaf is made of in a safetensors checkpoint.
+
+    Args:
+        leaf: the leaf's name. shape: its shape.
+        present: names in the checkpoint, to choose between spellings: `softmax_offset` (released) or `sinks`, and one
+            tensor an expert (released) or fused experts, whose `gate_up_proj` stacks gate above up.
+    """
+    disk = leaf if leaf.startswith("lm_head.") else "model." + leaf
+    if match := _EXPERTS.fullmatch(disk):
+        return _expert_pieces(match[1], match[2], shape, present)
+    if is_router(leaf):
+        disk += ".weight"
+    elif leaf.endswith(".sinks") and disk not in present:
+        disk = disk.removesuffix("sinks") + "softmax_offset"
+    return [Piece(disk, shape)]
+
+
+def _expert_pieces(stack: str, projection: str, shape: tuple[int, ...], present: Container[str]) -> list[Piece]:
+    experts, rows, columns = shape
+    size = rows * columns
+    fused = f"{stack}.down_proj" if projection == "down_proj" else f"{stack}.gate_up_proj"
+    if fused not in present:
+        return [Piece(f"{stack}.{e}.{projection}.weight", (rows, columns), target=e * size) for e in range(experts)]
+    if projection == "down_proj":
+        return [Piece(fused, shape)]
+    start = 0 if projection == "gate_proj" else size
+    return [
+        Piece(fused, (experts, 2 * rows, columns), source=2 * e * size + start, target=e * size, size=size)
+        for e in range(experts)
+    ]
+
+
+def gguf_name(leaf: str) -> tuple[str, str]:
+    """A leaf's tensor in a GGUF file, and its part: "weight", "codes", "scales" or "global_scale".
+
+    Codes and scales are in one tensor, `<base>.weight`; the global scale is `<base>.scale`.
+    """
+    path, _, part = leaf.rpartition(".")
+    if part not in ("weight", "codes", "scales", "global_scale"):
+        path, part = leaf, "weight"  # sinks and routers are parameters without a module of their own
+    if path in _GGUF_TOP:
+        base = _GGUF_TOP[path]
+    else:
+        _, layer, module = path.split(".", 2)
+        base = f"blk.{layer}.{_GGUF_LAYER[module]}"
+    return f"{base}.{'scale' if part == 'global_scale' else 'weight'}", part
+
+
+def refusal(tensor: str) -> str | None:
+    """Why a tensor of a GGUF file that is in no table is refused, where there is more to say than that."""
+    if "gate_up" in tensor:
+        return "gate and up are fused in one tensor; only the released form, one tensor each, is supported"
+    return None

@@ -1,0 +1,110 @@
+"""From a path to a filled model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from modeling.errors import CheckpointError
+from modeling.flint.model import Flint
+from modeling.flint.params import parameter_names
+from modeling.loading.faults import Faults
+from modeling.loading.plan import Plan, make_plan
+from modeling.loading.read import Reader, check_global_scales
+from modeling.loading.source import Checkpoint, find
+from modeling.loading.tensors import Files
+
+log = logging.getLogger(__name__)
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    text_only: bool = False,
+    router_dtype: str | None = None,
+    progress: bool = True,
+    config: str | Path | None = None,
+) -> Flint:
+    """See `modeling.load`."""
+    del text_only  # Flint has no towers to leave out
+    checkpoint = find(path, config)
+    compute = compute_dtype(dtype, checkpoint)
+    if router_dtype not in (None, "float32", "bfloat16"):
+        raise CheckpointError(f"router_dtype must be float32, bfloat16 or None, not {router_dtype!r}")
+    plan = make_plan(checkpoint, compute, router_dtype)
+    shardings: list[NamedSharding | None] = [None] * len(jax.tree.leaves(plan.model))
+    return _fill(plan, checkpoint.path, shardings, progress)
+
+
+def compute_dtype(dtype: Any, checkpoint: Checkpoint) -> jnp.dtype:
+    """The dtype asked for, else the config's where it is one of the two supported, else bfloat16.
+
+    Raises:
+        CheckpointError: another dtype was asked for.
+    """
+    if dtype is None:
+        raw = checkpoint.raw_config
+        return jnp.dtype(jnp.float32 if (raw.get("dtype") or raw.get("torch_dtype")) == "float32" else jnp.bfloat16)
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise CheckpointError(f"dtype must be float32 or bfloat16, not {dtype!r}")
+    return jnp.dtype(dtype)
+
+
+def _fill(plan: Plan, path: Path, shardings: list[NamedSharding | None], progress: bool) -> Flint:
+    treedef, order = jax.tree.structure(plan.model), parameter_names(plan.model)
+    sharding_of = dict(zip(order, shardings, strict=True))
+    tensors = plan.tensors
+    leaves: dict[str, jax.Array] = {}
+    total = sum(info.nbytes for info in tensors.values())
+    with Files() as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool, _bar(total, progress) as bar:
+        for info in tensors.values():
+            files.open(info.path)
+        check_global_scales(plan, files, path)
+        reader = Reader(files, pool, bar.update)
+        for target in plan.targets:
+            for name, array in reader.read(target):
+                # After the first unusable tensor the rest is only scanned, so that one message names all of them.
+                if reader.unusable:
+                    leaves.clear()
+                else:
+                    leaves[name] = place(array, sharding_of[name])
+                del array
+    faults = Faults(path)
+    faults.add_names("scale byte 0xFF, which is no E4M3 number", reader.unusable)
+    faults.raise_any("no model was made")
+    if reader.rounded:
+        log.warning("rounding from float32 to bfloat16 lost bits of %s", ", ".join(reader.rounded))
+    return jax.tree.unflatten(treedef, [leaves[name] for name in order])
+
+
+def place(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    """Puts a host buffer on the device, or its shards on theirs, and waits, so that the buffer can be freed.
+
+    A CPU device adopts an aligned buffer without copying it.
+    """
+    if sharding is None:
+        placed = jax.device_put(array)
+    else:
+        placed = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+    return placed.block_until_ready()
+
+
+def _bar(total: int, progress: bool):
+    from tqdm import tqdm
+
+    # A bar redrawn often is unreadable in a log file.
+    every = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(
+        total=total, unit="B", unit_scale=True, desc="loading", file=sys.stderr, disable=not progress, mininterval=every
+    )
