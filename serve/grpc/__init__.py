@@ -1,0 +1,1 @@
+"""The gRPC server. `python -m serve.grpc` starts it; `vllm.py` says what it answers."""

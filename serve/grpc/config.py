@@ -1,0 +1,121 @@
+"""The server's options: a YAML file, then the command line over it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import tyro
+import yaml
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """Serves a model over gRPC (vllm.grpc.engine.VllmEngine). Stops at SIGTERM, after the running requests."""
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    config: str | None = None
+    """YAML file with any of these options; the command line goes over it."""
+    model: str | None = None
+    """Checkpoint: a folder, a file, or a Hugging Face repository. The embedded small model if left out."""
+    tokenizer: str | None = None
+    """Folder or repository of the tokenizer, when it is not with the model."""
+    served_model_name: str | None = None
+    """Name that clients see; the model's own if left out."""
+    host: str = "127.0.0.1"
+    """Address to listen on. There is no authentication: open it to others only behind a gateway."""
+    port: int = 50051
+    """TCP port; 0 takes a free one and the ready line names it."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type; auto is the checkpoint's."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; the model's own limit if left out."""
+    num_slots: int = 8
+    """Sequences that run at once."""
+    max_queue: int = 1024
+    """Sequences that may wait for a slot; beyond it requests get RESOURCE_EXHAUSTED."""
+    memory_fraction: float | None = None
+    """Part of the device memory to take, above 0 up to 1 (XLA_PYTHON_CLIENT_MEM_FRACTION); JAX's choice if left out."""
+    max_message_mb: int = 256
+    """Largest message in either direction, in MiB; beyond it calls get RESOURCE_EXHAUSTED."""
+    drain_seconds: float = 30.0
+    """Time the running requests have to finish after SIGTERM."""
+    compilation_cache: str | None = None
+    """Folder that keeps compiled programs between starts."""
+
+
+def parse(argv: Sequence[str]) -> ServeConfig:
+    """Reads the command line and the YAML file it names.
+
+    Raises:
+        ValueError: an unusable file or value; the message is for the user.
+        SystemExit: after --help (0), or for arguments that do not parse (2).
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path = finder.parse_known_args(argv)[0].config
+    default = ServeConfig() if path is None else read_yaml(Path(path))
+    config = tyro.cli(ServeConfig, args=list(argv), default=default, prog="python -m serve.grpc")
+    check(config)
+    return config
+
+
+def read_yaml(path: Path) -> ServeConfig:
+    """A configuration from a file of `option: value` lines; types are taken strictly.
+
+    Raises:
+        ValueError: the file is missing or malformed, or has an unknown key or a value of the wrong type.
+    """
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ValueError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold 'option: value' lines, not a {type(content).__name__}.")
+    names = [field.name for field in dataclasses.fields(ServeConfig) if field.name != "config"]
+    faults = [_unknown_key(key, names) for key in content if key not in names]
+    if not faults:
+        try:
+            # As JSON: strict validation takes a mapping for a dataclass from there only.
+            return pydantic.TypeAdapter(ServeConfig).validate_json(json.dumps(content, default=str))
+        except pydantic.ValidationError as error:
+            faults = [f"{fault['loc'][0]}: {fault['msg']}, got {fault['input']!r}" for fault in error.errors()]
+    raise ValueError(f"{path}: {'; '.join(faults)}.")
+
+
+def _unknown_key(key: Any, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(key), names, n=1)
+    return f"unknown option {key!r}" + (f" (did you mean {near[0]!r}?)" if near else f" (known: {', '.join(names)})")
+
+
+def check(config: ServeConfig) -> None:
+    """Refuses values that cannot work.
+
+    Raises:
+        ValueError: naming the first option that is out of its range.
+    """
+    ranges = {
+        "port": (0, 65535),
+        "max_model_len": (2, None),
+        "num_slots": (1, None),
+        "max_queue": (0, None),
+        "max_message_mb": (1, 2047),  # gRPC holds the limit in an int32 of bytes
+        "drain_seconds": (0, None),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(config, name)
+        if value is not None and not (low <= value and (high is None or value <= high)):
+            limits = f"at least {low}" if high is None else f"{low} to {high}"
+            raise ValueError(f"{name} is {value}; it must be {limits}.")
+    fraction = config.memory_fraction
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"memory_fraction is {fraction}; it must be above 0 and at most 1.")

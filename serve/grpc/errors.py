@@ -1,0 +1,43 @@
+"""Exceptions to gRPC statuses: a request that is not served ends with a status and a sentence, never a message."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+
+from serve.request import EngineBusy, EngineClosed, InvalidRequest
+
+RETRY_AFTER_MS = 1000
+
+_STATUS = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    EngineBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    EngineClosed: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class Refusal(Exception):
+    """A request ends with this status; the message says what to change."""
+
+    def __init__(self, status: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+REFUSALS = (Refusal, *_STATUS)
+
+
+async def abort_with(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    """Ends the RPC with the status of `error`, one of `REFUSALS`.
+
+    A full queue carries `grpc-retry-pushback-ms`, which gRPC clients with a retry policy obey by themselves.
+    """
+    if isinstance(error, Refusal):
+        status = error.status
+    else:
+        status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+    busy = status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailers = (("grpc-retry-pushback-ms", str(RETRY_AFTER_MS)),) if busy else ()
+    await context.abort(status, str(error), trailers)
+    raise AssertionError("context.abort returned")

@@ -1,0 +1,87 @@
+"""What the server says about its model, itself and its load."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from serve.grpc.backend import Assembled, EngineStats
+
+# What a gateway fills in where a request leaves it open.
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Recommended by the models' authors; a checkpoint's generation_config.json goes first.
+_SAMPLING_DEFAULTS = {"flint": {"temperature": 1.0, "top_p": 0.95, "top_k": 20}}
+
+
+def model_info(assembled: Assembled, served_model_name: str) -> pb.GetModelInfoResponse:
+    """Model facts, from the engine and the checkpoint's config.json where there is one."""
+    engine, config = assembled.engine, read_config(Path(assembled.model_dir))
+    model_type = str(config.get("model_type") or "")
+    defaults = default_sampling(model_type, assembled.generation_config)
+    return pb.GetModelInfoResponse(
+        model_path=assembled.model_name,
+        is_generation=True,
+        max_context_length=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        supports_vision=False,
+        served_model_name=served_model_name,
+        tokenizer_path=str(assembled.model_dir),
+        model_type=model_type,
+        architectures=config.get("architectures") or [],
+        eos_token_ids=engine.eos_token_ids,
+        pad_token_id=config.get("pad_token_id") or 0,
+        bos_token_id=config.get("bos_token_id") or 0,
+        max_req_input_len=engine.max_model_len - 1,
+        default_sampling_params_json=json.dumps(defaults) if defaults else "",
+    )
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The checkpoint's config.json; empty where the format has none."""
+    path = model_dir / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def default_sampling(model_type: str, generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """Sampling parameters for requests that name none."""
+    defaults = dict(_SAMPLING_DEFAULTS.get(model_type, {}))
+    for key in _SAMPLING_KEYS:
+        if generation_config.get(key) is not None:
+            defaults[key] = generation_config[key]
+    return defaults
+
+
+def server_info(stats: EngineStats, *, active: int, uptime: float, last_receive: float) -> pb.GetServerInfoResponse:
+    """Server facts; `uptime` in seconds, `last_receive` the Unix time of the last Generate call."""
+    return pb.GetServerInfoResponse(
+        active_requests=active,
+        last_receive_timestamp=last_receive,
+        uptime_seconds=uptime,
+        server_type="vllm-grpc",
+        data_parallel_size=1,
+        max_num_seqs=stats.num_slots,
+    )
+
+
+def loads(stats: EngineStats) -> pb.GetLoadsResponse:
+    """The load of the one engine behind this server."""
+    load = pb.SchedulerLoad(
+        num_running_reqs=stats.num_running,
+        num_waiting_reqs=stats.num_waiting,
+        num_total_reqs=stats.num_running + stats.num_waiting,
+        token_usage=stats.kv_pages_used / max(stats.kv_pages_total, 1),
+        utilization=stats.num_running / max(stats.num_slots, 1),
+        max_running_requests=stats.num_slots,
+    )
+    return pb.GetLoadsResponse(
+        timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
+        version=importlib.metadata.version("firesteel"),
+        dp_rank_count=1,
+        loads=[load],
+    )

@@ -1,0 +1,102 @@
+"""The protocol's SamplingParams to the engine's, field by field.
+
+proto3 cannot tell zero from unset in fields without `optional`. Unset means vLLM's neutral value: temperature 1,
+top_p 1, no top_k, no min_p, repetition_penalty 1, one output. The model's own defaults are the gateway's to apply;
+it reads them from GetModelInfo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from serve.grpc.errors import Refusal
+from serve.request import InvalidRequest, SamplingParams
+
+_NEGATIVE = 2**31  # a uint32 from here on is a negative number that lost its sign on the way
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a request asks of the server rather than of the engine.
+
+    Attributes:
+        n: outputs for the one prompt.
+        stop: stop strings.
+        include_stop: keep the stop string in the output.
+        skip_special_tokens: stop strings are searched in text without special tokens.
+        truncate_prompt_tokens: keep this many last tokens of the prompt; -1 for as many as fit; None for all.
+    """
+
+    n: int
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    truncate_prompt_tokens: int | None
+
+
+def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Wanted]:
+    """Reads one message.
+
+    `spaces_between_special_tokens` changes nothing, since no text is returned, and `grammar_from_first_token`
+    nothing without a constraint.
+
+    Raises:
+        InvalidRequest: a count below zero, or an empty stop string.
+        Refusal: UNIMPLEMENTED for constrained output.
+    """
+    _refuse_constraint(params)
+    for name in ("max_tokens", "min_tokens", "n"):
+        if getattr(params, name) >= _NEGATIVE:
+            raise InvalidRequest(f"{name} is {getattr(params, name) - 2**32}; it cannot be negative.")
+    if "" in params.stop:
+        raise InvalidRequest("A stop string is empty; leave it out.")
+    truncate = _optional(params, "truncate_prompt_tokens")
+    if truncate is not None and (truncate == 0 or truncate < -1):
+        raise InvalidRequest(f"truncate_prompt_tokens is {truncate}; give a positive number, or -1 for the most.")
+    sampling = SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k if params.top_k < _NEGATIVE else 0,  # -1 without its sign: no limit
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=_optional(params, "seed"),
+        max_tokens=_optional(params, "max_tokens"),
+        min_tokens=params.min_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=_optional(params, "logprobs"),
+        prompt_logprobs=_optional(params, "prompt_logprobs"),
+    )
+    wanted = Wanted(
+        n=params.n or 1,
+        stop=tuple(params.stop),
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        truncate_prompt_tokens=truncate,
+    )
+    return sampling, wanted
+
+
+def seeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of output `index` of n: as vLLM, its seed is the request's plus the index."""
+    return sampling if sampling.seed is None else dataclasses.replace(sampling, seed=sampling.seed + index)
+
+
+def _optional(params: pb.SamplingParams, name: str) -> int | None:
+    return getattr(params, name) if params.HasField(name) else None
+
+
+def _refuse_constraint(params: pb.SamplingParams) -> None:
+    constraint = params.WhichOneof("constraint")
+    if constraint is None:
+        return
+    message = f"This server does not constrain output yet ({constraint}); leave the constraint out."
+    if constraint == "structural_tag":
+        message += " A chat request comes without it when tool_choice is 'auto' and no tool is strict."
+    raise Refusal(grpc.StatusCode.UNIMPLEMENTED, message)

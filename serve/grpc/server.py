@@ -1,0 +1,117 @@
+"""The gRPC server around the servicer: transport options, health, reflection, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from serve.grpc.backend import Assembled
+from serve.grpc.vllm import SERVICE_NAME, VllmEngineServicer
+
+MEBIBYTE = 1024 * 1024
+DEFAULT_MAX_MESSAGE_MB = 256
+_FLUSH_SECONDS = 2.0  # for the last messages of requests that the drain ended
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def server_options(max_message_mb: int = DEFAULT_MAX_MESSAGE_MB) -> list[tuple[str, int]]:
+    """Transport options. Messages of either direction may have `max_message_mb` MiB.
+
+    A client sets its own limit for what it receives (4 MiB unless it says otherwise).
+    """
+    return [
+        ("grpc.max_receive_message_length", max_message_mb * MEBIBYTE),
+        ("grpc.max_send_message_length", max_message_mb * MEBIBYTE),
+        # Gateways ping while a long prefill is silent, and idle channels too. gRPC would close such connections
+        # with "too many pings". Core reads the interval in this spelling only.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client whose machine vanished never closes its connection: ask, so that its requests end.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        # Two servers on one port would share its connections at random instead of the second one failing.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class Server:
+    """Listens from `start` on, and reports NOT_SERVING until `ready`.
+
+    Args:
+        host: address to listen on.
+        port: TCP port; 0 for a free one.
+        max_message_mb: largest message of either direction, MiB.
+    """
+
+    def __init__(self, host: str, port: int, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB):
+        self._host = f"[{host}]" if ":" in host else host
+        self.port = port
+        self.servicer = VllmEngineServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._grpc = grpc.aio.server(options=server_options(max_message_mb))
+        self._assembled: Assembled | None = None
+
+    @property
+    def address(self) -> str:
+        """Where clients connect."""
+        return f"{self._host}:{self.port}"
+
+    async def start(self) -> None:
+        """Binds the port and answers.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self.servicer, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+        await self._set_health(_NOT_SERVING)
+        try:
+            bound = self._grpc.add_insecure_port(self.address)
+        except RuntimeError:
+            bound = 0
+        if bound == 0:  # older gRPC returns 0, newer raises
+            message = f"Cannot listen on {self.address}: the port is taken, or the address is not this machine's."
+            raise OSError(message + " Choose another --port or --host.")
+        self.port = bound
+        await self._grpc.start()
+
+    async def ready(self, assembled: Assembled, served_model_name: str, tokenizer_dir: Path | None = None) -> None:
+        """Serves `assembled`, whose engine has started. `tokenizer_dir`: where its tokenizer is, if not with it."""
+        self._assembled = assembled
+        paths = (tokenizer_dir, Path(assembled.model_dir))
+        folders = tuple(path.parent if path.is_file() else path for path in paths if path is not None)
+        self.servicer.ready(assembled, served_model_name, folders)
+        await self._set_health(_SERVING)
+
+    async def drain(self, seconds: float) -> None:
+        """Reports NOT_SERVING, refuses new requests, and gives the running ones `seconds` to finish.
+
+        Those still running then end with UNAVAILABLE. The server answers all the while; `stop` it afterwards.
+        """
+        self.servicer.drain()
+        await self._health.enter_graceful_shutdown()
+        if self._assembled is None:
+            return
+        await asyncio.to_thread(self._assembled.engine.drain, seconds)
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while self.servicer.num_active and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """Closes connections at once; requests still running are cancelled, and leave the engine."""
+        await self._grpc.stop(grace=None)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)

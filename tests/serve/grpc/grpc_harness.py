@@ -1,0 +1,174 @@
+"""A real server on a free port with the stub engine behind it, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import tokenizers
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
+
+from serve.grpc.server import Server
+from serve.stub import StubEngine
+from serve.text.tokenizer import load_tokenizer
+
+SENTENCE = "A wide blue sky above"
+END = "<|endoftext|>"
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_request_ids = (f"request-{i}" for i in itertools.count())
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Byte-level BPE that knows the words of SENTENCE as one token each, and a chat template."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    specials = [END, "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=specials,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([SENTENCE] * 5, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "chat_template": _TEMPLATE,
+        "added_tokens_decoder": {str(i): {"content": text, "special": True} for i, text in enumerate(specials)},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "flint", "architectures": ["FlintForCausalLM"]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.7}))
+
+
+@dataclasses.dataclass
+class StubModel:
+    """What `serve.assemble.assemble` returns, around the stub engine."""
+
+    engine: StubEngine
+    tokenizer: object
+    generation_config: dict
+    model_name: str
+    model_dir: Path
+
+
+def stub_model(folder: Path, **engine_settings) -> StubModel:
+    settings = {"vocab_size": 1024, "eos_token_ids": (0,)} | engine_settings
+    generation_config = json.loads((folder / "generation_config.json").read_text())
+    return StubModel(StubEngine(**settings), load_tokenizer(folder), generation_config, "stub-flint", folder)
+
+
+class Harness:
+    """Use as a context manager. `load=False` leaves the server as it is while a model loads."""
+
+    def __init__(self, folder: Path, *, load: bool = True, max_message_mb: int = 256, **engine_settings):
+        self.model = stub_model(folder, **engine_settings)
+        self.engine, self.tokenizer = self.model.engine, self.model.tokenizer
+        self.engine.start()
+        self._load, self._max_message_mb = load, max_message_mb
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._channels: list[grpc.Channel] = []
+
+    def __enter__(self) -> Harness:
+        self._thread.start()
+        self.server = self.call(self._make())
+        self.channel = self.connect()
+        self.stub = pb_grpc.VllmEngineStub(self.channel)
+        if self._load:
+            self.load()
+        return self
+
+    async def _make(self) -> Server:
+        server = Server("127.0.0.1", 0, self._max_message_mb)
+        await server.start()
+        return server
+
+    def __exit__(self, *exc) -> None:
+        for channel in self._channels:
+            channel.close()
+        self.call(self.server.stop())
+        self.engine.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, coroutine, timeout: float = 20.0):
+        """Runs a coroutine in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def load(self) -> None:
+        self.call(self.server.ready(self.model, "served-name"))
+
+    def connect(self, *options: tuple[str, int]) -> grpc.Channel:
+        """A channel with a connection of its own."""
+        options = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1), *options)
+        self._channels.append(grpc.insecure_channel(self.server.address, options=options))
+        return self._channels[-1]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, parse_special=True)
+
+    def decode(self, ids) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def generate(self, prompt, *, stream: bool = False, timeout: float = 10.0, **sampling) -> list[pb.GenerateResponse]:
+        """All messages of one call."""
+        return list(self.stub.Generate(request(prompt, stream=stream, **sampling), timeout=timeout))
+
+    def complete(self, prompt, **sampling) -> pb.GenerateComplete:
+        """The one message of a call that is not streamed."""
+        (message,) = self.generate(prompt, **sampling)
+        return message.complete
+
+    def wait_idle(self, seconds: float = 1.0) -> None:
+        """Fails unless every request has left the engine, and every call the servicer, within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.busy():
+            assert time.monotonic() < deadline, self.engine.stats()
+            time.sleep(0.005)
+
+    def busy(self) -> bool:
+        stats = self.engine.stats()
+        return bool(stats.num_running or stats.num_waiting or self.server.servicer.num_active)
+
+    def wait_for(self, condition, seconds: float = 5.0) -> None:
+        """Waits until `condition(engine stats)` holds."""
+        deadline = time.monotonic() + seconds
+        while not condition(self.engine.stats()):
+            assert time.monotonic() < deadline, self.engine.stats()
+            time.sleep(0.002)
+
+
+def request(prompt, *, stream: bool = False, request_id: str | None = None, **sampling) -> pb.GenerateRequest:
+    """A GenerateRequest; `prompt` is text or token ids."""
+    choice = sampling.pop("choice", None)
+    message = pb.GenerateRequest(request_id=request_id or next(_request_ids), stream=stream)
+    if isinstance(prompt, str):
+        message.text = prompt
+    else:
+        message.tokenized.input_ids.extend(prompt)
+    message.sampling_params.CopyFrom(pb.SamplingParams(**sampling))
+    if choice is not None:
+        message.sampling_params.choice.choices.extend(choice)
+    return message
+
+
+def chunks(messages) -> list[pb.GenerateStreamChunk]:
+    return [message.chunk for message in messages if message.HasField("chunk")]
+
+
+def completes(messages) -> list[pb.GenerateComplete]:
+    return [message.complete for message in messages if message.HasField("complete")]

@@ -1,0 +1,202 @@
+"""Health, reflection, keepalive, information and the tokenizer."""
+
+import asyncio
+import hashlib
+import io
+import json
+import socket
+import threading
+import time
+import zipfile
+
+import grpc
+import pytest
+from grpc_harness import SENTENCE, request
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from serve.grpc import server as server_module
+from serve.grpc.server import Server, server_options
+from serve.text.tokenizer import load_tokenizer
+
+Health = health_pb2.HealthCheckResponse
+SERVICE = "vllm.grpc.engine.VllmEngine"
+
+
+def check(harness, service: str = "") -> int:
+    stub = health_pb2_grpc.HealthStub(harness.channel)
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+
+
+def test_gr08_health_follows_loading_serving_and_draining(serving):
+    harness = serving(load=False, step_seconds=0.01)
+    watch = health_pb2_grpc.HealthStub(harness.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert next(watch).status == check(harness) == check(harness, SERVICE) == Health.NOT_SERVING
+    assert not harness.stub.HealthCheck(pb.HealthCheckRequest()).healthy
+    with pytest.raises(grpc.RpcError) as error:
+        harness.generate([5])
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE and "loading" in error.value.details()
+
+    harness.load()
+    assert next(watch).status == check(harness) == check(harness, SERVICE) == Health.SERVING
+    assert harness.stub.HealthCheck(pb.HealthCheckRequest()).healthy
+
+    running = harness.stub.Generate(request([5, 6], stream=True, max_tokens=40))
+    next(running)
+    drain = threading.Thread(target=lambda: harness.call(harness.server.drain(10)))
+    drain.start()
+    assert next(watch).status == check(harness) == Health.NOT_SERVING
+    assert not harness.stub.HealthCheck(pb.HealthCheckRequest()).healthy
+    with pytest.raises(grpc.RpcError) as error:
+        harness.generate([5])
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE and "shutting down" in error.value.details()
+    assert list(running)[-1].complete.completion_tokens == 40  # what ran before could finish
+    drain.join()
+    watch.cancel()
+
+
+def test_drain_ends_what_takes_too_long_with_unavailable(serving):
+    harness = serving(step_seconds=0.01)
+    running = harness.stub.Generate(request([5, 6], stream=True, max_tokens=4000))
+    next(running)
+    harness.call(harness.server.drain(0.1))
+    with pytest.raises(grpc.RpcError) as error:
+        list(running)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE and "send it again" in error.value.details()
+    assert not harness.busy()
+
+
+def test_gr08_unknown_service(quick):
+    with pytest.raises(grpc.RpcError) as error:
+        check(quick, "no.such.Service")
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    watch = health_pb2_grpc.HealthStub(quick.channel).Watch(health_pb2.HealthCheckRequest(service="no.such.Service"))
+    assert next(watch).status == Health.SERVICE_UNKNOWN
+    watch.cancel()
+
+
+def pings_for(harness, seconds: float) -> str:
+    """Opens a silent stream whose client pings as often as gRPC lets it, once a second; how it ended."""
+    channel = harness.connect(
+        ("grpc.keepalive_time_ms", 10),
+        ("grpc.keepalive_timeout_ms", 2000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+    )
+    call = type(harness.stub)(channel).Generate(request([5], stream=True), timeout=seconds)
+    try:
+        list(call)
+    except grpc.RpcError as error:
+        return f"{error.code().name} {error.details()}"
+    return "finished"
+
+
+def test_gr06_frequent_pings_on_a_silent_stream_are_tolerated(serving):
+    harness = serving(prefill_seconds=60)
+    assert pings_for(harness, 4.5).startswith("DEADLINE_EXCEEDED")
+
+
+def test_gr06_without_the_options_such_a_connection_is_closed(serving, monkeypatch):
+    monkeypatch.setattr(server_module, "server_options", lambda max_message_mb: [])
+    harness = serving(prefill_seconds=60)
+    assert "UNAVAILABLE Too many pings" in pings_for(harness, 10)
+
+
+def test_gr06_option_spelling():
+    options = dict(server_options())
+    assert options["grpc.http2.max_ping_strikes"] == 0
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] == 10_000  # the "recv" spelling is ignored
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+
+
+def test_reflection_lists_the_services(quick):
+    stub = reflection_pb2_grpc.ServerReflectionStub(quick.channel)
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=5)
+    names = {service.name for service in answer.list_services_response.service}
+    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+def test_a_taken_port_is_an_error():
+    async def scenario():
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            with pytest.raises(OSError, match="port is taken"):
+                await Server("127.0.0.1", taken.getsockname()[1]).start()
+        first = Server("127.0.0.1", 0)
+        await first.start()
+        with pytest.raises(OSError, match="Choose another"):  # nor do two servers share one
+            await Server("127.0.0.1", first.port).start()
+        await first.stop()
+
+    asyncio.run(scenario())
+
+
+def test_model_info(quick):
+    facts = quick.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+    assert (facts.served_model_name, facts.model_path, facts.model_type) == ("served-name", "stub-flint", "flint")
+    assert (facts.max_context_length, facts.max_req_input_len, facts.vocab_size) == (4096, 4095, 1024)
+    assert list(facts.architectures) == ["FlintForCausalLM"] and list(facts.eos_token_ids) == [0]
+    assert facts.is_generation and not facts.supports_vision
+    # generation_config.json says 0.7; the rest is what Flint's authors recommend.
+    assert json.loads(facts.default_sampling_params_json) == {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
+
+
+def test_server_info_and_loads(serving):
+    harness = serving(num_slots=2, prefill_seconds=60)
+    calls = [harness.stub.Generate(request([5], stream=True)) for _ in range(3)]
+    harness.wait_for(lambda stats: stats.num_running == 2 and stats.num_waiting == 1)
+    facts = harness.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+    assert (facts.active_requests, facts.max_num_seqs, facts.server_type) == (3, 2, "vllm-grpc")
+    assert facts.uptime_seconds > 0 and abs(facts.last_receive_timestamp - time.time()) < 10
+    (load,) = harness.stub.GetLoads(pb.GetLoadsRequest(), timeout=5).loads
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (2, 1, 3)
+    assert load.token_usage == 1.0 and load.max_running_requests == 2
+    for call in calls:
+        call.cancel()
+
+
+def fetch_tokenizer(harness) -> tuple[list[common_pb2.GetTokenizerChunk], bytes]:
+    pieces = list(harness.stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=5))
+    return pieces, b"".join(piece.data for piece in pieces)
+
+
+def test_tokenizer_round_trip(quick, tmp_path):
+    pieces, data = fetch_tokenizer(quick)
+    assert pieces[-1].sha256 == hashlib.sha256(data).hexdigest()
+    assert not any(piece.sha256 for piece in pieces[:-1])
+    assert fetch_tokenizer(quick)[1] == data  # the sum names the tokenizer
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        archive.extractall(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "config.json",
+        "generation_config.json",
+    }
+    assert load_tokenizer(tmp_path).encode(SENTENCE) == quick.tokenizer.encode(SENTENCE)
+
+
+def test_tokenizer_chunks_and_folder_of_its_own(serving, tmp_path):
+    harness = serving(load=False)
+    noise = "".join(hashlib.sha256(str(i).encode()).hexdigest() for i in range(4000))
+    (tmp_path / "tokenizer.json").write_text(noise)
+    harness.call(harness.server.ready(harness.model, "name", tmp_path))
+    pieces, data = fetch_tokenizer(harness)
+    assert len(pieces) > 2 and max(len(piece.data) for piece in pieces) == 64 * 1024
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.read("tokenizer.json").decode() == noise  # the tokenizer's folder goes first
+        assert "config.json" in archive.namelist()  # the model's fills in
+
+
+def test_missing_tokenizer_files_are_reported(serving, tmp_path):
+    harness = serving(load=False)
+    harness.model.model_dir = tmp_path
+    harness.load()
+    with pytest.raises(grpc.RpcError) as error:
+        fetch_tokenizer(harness)
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "No tokenizer files" in error.value.details()
