@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
+from modeling.flint.config import FlintConfig
 from modeling.loading.tensors import Piece
+from sharding.rules import Dimension
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_proj|up_proj|down_proj)\.weight")
 
@@ -42,8 +44,9 @@ def is_router(leaf: str) -> bool:
 
 
 def is_matrix(leaf: str) -> bool:
-    """Whether the leaf is a matrix that compute multiplies with: not a norm, sink or router, which may stay float32."""
-    return not (is_router(leaf) or leaf.endswith(".sinks") or "norm." in leaf)
+    """Whether the leaf is a matrix that compute multiplies with: not a norm, sink, scale or router, which may
+    stay float32."""
+    return not (is_router(leaf) or leaf.endswith((".sinks", ".global_scale")) or "norm." in leaf)
 
 
 def safetensors_pieces(leaf: str, shape: tuple[int, ...], present: Container[str]) -> list[Piece]:
@@ -100,3 +103,38 @@ def refusal(tensor: str) -> str | None:
     if "gate_up" in tensor:
         return "gate and up are fused in one tensor; only the released form, one tensor each, is supported"
     return None
+
+
+_AXES = {  # of a matrix [out, in]
+    "embed_tokens": ("vocab", None),
+    "lm_head": ("vocab", None),
+    "q_proj": ("heads", None),
+    "k_proj": ("kv_heads", None),
+    "v_proj": ("kv_heads", None),
+    "o_proj": (None, "heads"),
+    "gate_proj": ("mlp", None),
+    "up_proj": ("mlp", None),
+    "down_proj": (None, "mlp"),
+}
+
+
+def logical_axes(leaf: str, ndim: int) -> tuple[str | None, ...]:
+    """What each dimension of a leaf means, for `sharding.rules`; None for what is never split."""
+    if leaf.endswith(".sinks"):
+        return ("heads",)
+    axes = _AXES.get(leaf.split(".")[-2])
+    if axes is None or leaf.endswith(".global_scale"):
+        return (None,) * ndim  # norms, routers and scales are small
+    if ".experts." in leaf:
+        return ("experts", *("expert_mlp" if axis == "mlp" else axis for axis in axes))
+    return axes
+
+
+def dimensions(config: FlintConfig) -> list[Dimension]:
+    """What of a Flint model may be split only in whole units."""
+    fields = [("vocab", "vocab_size"), ("heads", "num_attention_heads"), ("kv_heads", "num_key_value_heads")]
+    if not all(config.sparse_layers):
+        fields.append(("mlp", "intermediate_size"))
+    if any(config.sparse_layers):
+        fields += [("mlp", "shared_expert_intermediate_size"), ("expert_mlp", "moe_intermediate_size")]
+    return [Dimension(axis, field, getattr(config, field)) for axis, field in fields]

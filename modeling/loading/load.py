@@ -15,13 +15,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from modeling.errors import CheckpointError
+from modeling.flint import names as flint_names
 from modeling.flint.model import Flint
 from modeling.flint.params import parameter_names
+from modeling.loading import orbax
 from modeling.loading.faults import Faults
 from modeling.loading.plan import Plan, make_plan
 from modeling.loading.read import Reader, check_global_scales
 from modeling.loading.source import Checkpoint, find
 from modeling.loading.tensors import Files
+from sharding.rules import PRESETS, check_dimensions, mesh_shardings
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +45,26 @@ def load(
     compute = compute_dtype(dtype, checkpoint)
     if router_dtype not in (None, "float32", "bfloat16"):
         raise CheckpointError(f"router_dtype must be float32, bfloat16 or None, not {router_dtype!r}")
+    if checkpoint.kind == "orbax":
+        abstract = orbax.abstract_model(checkpoint, compute, router_dtype)
+        return orbax.restore(checkpoint.path, abstract, shardings(abstract, mesh))
     plan = make_plan(checkpoint, compute, router_dtype)
-    shardings: list[NamedSharding | None] = [None] * len(jax.tree.leaves(plan.model))
-    return _fill(plan, checkpoint.path, shardings, progress)
+    return fill(plan, checkpoint.path, shardings(plan.model, mesh), progress)
+
+
+def shardings(model: Flint, mesh: Mesh | None) -> dict[str, NamedSharding] | None:
+    """Where each leaf of a model goes on a mesh, by leaf name; None without a mesh.
+
+    Raises:
+        sharding.rules.ShardingError: a dimension does not divide.
+    """
+    if mesh is None:
+        return None
+    rules = PRESETS["tp"]
+    check_dimensions(mesh, rules, flint_names.dimensions(model.config))
+    leaves = zip(parameter_names(model), jax.tree.leaves(model), strict=True)
+    arrays = {name: (flint_names.logical_axes(name, leaf.ndim), leaf.shape) for name, leaf in leaves}
+    return mesh_shardings(mesh, rules, arrays)
 
 
 def compute_dtype(dtype: Any, checkpoint: Checkpoint) -> jnp.dtype:
@@ -61,9 +81,16 @@ def compute_dtype(dtype: Any, checkpoint: Checkpoint) -> jnp.dtype:
     return jnp.dtype(dtype)
 
 
-def _fill(plan: Plan, path: Path, shardings: list[NamedSharding | None], progress: bool) -> Flint:
+def fill(plan: Plan, path: Path, shardings: dict[str, NamedSharding] | None = None, progress: bool = True) -> Flint:
+    """Reads what a plan names.
+
+    Args:
+        path: what to call the checkpoint in messages. shardings: by leaf name; None for the default device.
+
+    Raises:
+        CheckpointError: a scale is unusable, or a file changed while being read.
+    """
     treedef, order = jax.tree.structure(plan.model), parameter_names(plan.model)
-    sharding_of = dict(zip(order, shardings, strict=True))
     tensors = plan.tensors
     leaves: dict[str, jax.Array] = {}
     total = sum(info.nbytes for info in tensors.values())
@@ -78,7 +105,7 @@ def _fill(plan: Plan, path: Path, shardings: list[NamedSharding | None], progres
                 if reader.unusable:
                     leaves.clear()
                 else:
-                    leaves[name] = place(array, sharding_of[name])
+                    leaves[name] = place(array, shardings[name] if shardings else None)
                 del array
     faults = Faults(path)
     faults.add_names("scale byte 0xFF, which is no E4M3 number", reader.unusable)

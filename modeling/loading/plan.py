@@ -68,7 +68,7 @@ class Plan:
         return {info.name: info for info in infos}
 
 
-def make_plan(checkpoint: Checkpoint, dtype: jnp.dtype, router_dtype: str | None) -> Plan:
+def make_plan(checkpoint: Checkpoint, dtype: Any, router_dtype: str | None) -> Plan:
     """Plans the loading of a safetensors or GGUF checkpoint.
 
     Args:
@@ -108,10 +108,21 @@ def _truthy(value: Any) -> bool:
     return any(map(_truthy, value)) if isinstance(value, list) else bool(value)
 
 
+def leaf_dtype(leaf: str, wide: bool, compute: jnp.dtype, router_dtype: str | None) -> np.dtype:
+    """On-disk precision, but for float32 matrices in bfloat16 compute and for routers asked to be bfloat16.
+
+    Args:
+        leaf: its name. wide: whether it is float32 on disk, bfloat16 otherwise.
+    """
+    rounded = flint_names.is_matrix(leaf) and compute == jnp.bfloat16
+    rounded |= flint_names.is_router(leaf) and router_dtype == "bfloat16"
+    return NUMPY_DTYPES["F32" if wide and not rounded else "BF16"]
+
+
 class _Planner:
     """Looks up the tensors of each leaf, noting what is missing, mistyped, mis-shaped or left over."""
 
-    def __init__(self, tensors: dict[str, TensorInfo], faults: Faults, dtype: jnp.dtype, router_dtype: str | None):
+    def __init__(self, tensors: dict[str, TensorInfo], faults: Faults, dtype: Any, router_dtype: str | None):
         self.tensors, self.faults = tensors, faults
         self.dtype, self.router_dtype = jnp.dtype(dtype), router_dtype
         self.wanted: set[str] = set()
@@ -162,13 +173,8 @@ class _Planner:
     def plain(self, leaf: str, shape: tuple[int, ...], pieces: list[Piece], types: tuple[str, ...] = _PLAIN) -> Leaf:
         found = [(piece, self.find(piece.tensor, piece.shape, types)) for piece in pieces]
         pairs = tuple((piece, info) for piece, info in found if info is not None)
-        return Leaf(leaf, shape, self.leaf_dtype(leaf, {info.dtype for _, info in pairs}), pairs)
-
-    def leaf_dtype(self, leaf: str, types: set[str]) -> np.dtype:
-        """On-disk precision, but for float32 matrices in bfloat16 compute and for a router asked to be bfloat16."""
-        rounded = flint_names.is_matrix(leaf) and self.dtype == jnp.bfloat16 and not leaf.endswith("global_scale")
-        rounded |= flint_names.is_router(leaf) and self.router_dtype == "bfloat16"
-        return NUMPY_DTYPES["F32" if "F32" in types and not rounded else "BF16"]
+        wide = any(info.dtype == "F32" for _, info in pairs)
+        return Leaf(leaf, shape, leaf_dtype(leaf, wide, self.dtype, self.router_dtype), pairs)
 
     def find(self, name: str, shape: tuple[int, ...], types: tuple[str, ...]) -> TensorInfo | None:
         self.wanted.add(name)

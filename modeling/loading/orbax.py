@@ -1,0 +1,178 @@
+"""Converted checkpoints: a model's leaves as an Orbax checkpoint, which restores onto any mesh, and a manifest.
+
+A folder holds `state/` (Orbax), `firesteel.json` (the manifest, written last: without it a folder is unfinished),
+and the source's config and tokenizer files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from modeling.config import read_json
+from modeling.errors import CheckpointError
+from modeling.flint import names as flint_names
+from modeling.flint.model import Flint
+from modeling.flint.params import parameter_names
+from modeling.loading.faults import Faults
+from modeling.loading.plan import Plan, leaf_dtype
+from modeling.loading.source import MANIFEST, SIDE_FILES, Checkpoint
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of the manifest and of the meaning of the leaves; raised when either changes
+_STATE = "state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What `firesteel.json` says.
+
+    Attributes:
+        weight_format: "bf16" or "nvfp4", as `modeling.flint.model.Flint` takes it.
+        router_dtype: the routers' dtype on disk.
+        leaves: dtype name and shape of each leaf.
+        source: `fingerprint` of what was converted, and its weight files' sizes in bytes.
+    """
+
+    format: int
+    weight_format: str
+    router_dtype: str
+    leaves: dict[str, tuple[str, tuple[int, ...]]]
+    source: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises: CheckpointError: not a manifest of this format."""
+        raw = read_json(folder / MANIFEST)
+        try:
+            raw["leaves"] = {
+                name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in raw["leaves"].items()
+            }
+            manifest = cls(**raw)
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a converted checkpoint") from None
+        if manifest.format != FORMAT or manifest.weight_format not in ("bf16", "nvfp4"):
+            raise CheckpointError(
+                f"{folder / MANIFEST} is of format {manifest.format!r} with {manifest.weight_format!r} weights; this "
+                f"version reads format {FORMAT}: convert the checkpoint again"
+            )
+        return manifest
+
+
+def save(model: Flint, plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
+    """Writes a loaded checkpoint as a converted one.
+
+    Args:
+        model: filled, in on-disk precision. plan, checkpoint: what it was loaded by and from.
+        folder: absent or empty.
+    """
+    import orbax.checkpoint as ocp
+
+    folder.mkdir(parents=True, exist_ok=True)
+    leaves = dict(zip(parameter_names(model), jax.tree.leaves(model), strict=True))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.resolve() / _STATE, leaves)
+    for pattern in SIDE_FILES:
+        for file in sorted(checkpoint.config_folder.glob(pattern)):
+            shutil.copyfile(file, folder / file.name)
+    routers = [str(leaf.dtype) for name, leaf in leaves.items() if flint_names.is_router(name)]
+    manifest = Manifest(
+        format=FORMAT,
+        weight_format=model.weight_format,
+        router_dtype="bfloat16" if set(routers) == {"bfloat16"} else "float32",
+        leaves={name: (str(leaf.dtype), leaf.shape) for name, leaf in leaves.items()},
+        source=_fingerprint(plan),
+    )
+    (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n", encoding="utf-8")
+
+
+def _fingerprint(plan: Plan) -> dict[str, Any]:
+    """Tells one source from another by everything its headers say; the weights themselves are not hashed."""
+    tensors = sorted(plan.tensors.values(), key=lambda info: info.name)
+    files = {path.name: path.stat().st_size for path in sorted({info.path for info in tensors})}
+    digest = hashlib.sha256(json.dumps(files).encode())
+    for info in tensors:
+        digest.update(f"{info.name} {info.dtype} {info.shape} {info.path.name} {info.offset}\n".encode())
+    return {"fingerprint": f"sha256:{digest.hexdigest()}", "files": files}
+
+
+def abstract_model(checkpoint: Checkpoint, dtype: jnp.dtype, router_dtype: str | None) -> Flint:
+    """The model a converted checkpoint restores to, its leaves `jax.ShapeDtypeStruct`.
+
+    Raises:
+        CheckpointError: the manifest is unusable, or its leaves are not the config's.
+    """
+    folder = checkpoint.path
+    manifest = Manifest.read(folder)
+    abstract = Flint.abstract(
+        checkpoint.config,
+        dtype=dtype,
+        weight_format=manifest.weight_format,
+        router_dtype=router_dtype or manifest.router_dtype,
+    )
+    structs, treedef = jax.tree.flatten(abstract)
+    expected = dict(zip(parameter_names(abstract), structs, strict=True))
+    faults = Faults(folder)
+    faults.add_names("missing leaf", expected.keys() - manifest.leaves.keys())
+    faults.add_names("unexpected leaf", manifest.leaves.keys() - expected.keys())
+    for name in sorted(expected.keys() & manifest.leaves.keys()):
+        disk, shape = manifest.leaves[name]
+        if shape != expected[name].shape:
+            faults.add(f"shape {list(shape)}, expected {list(expected[name].shape)}: {name}")
+        if disk not in (("uint8",) if expected[name].dtype == jnp.uint8 else ("float32", "bfloat16")):
+            faults.add(f"type {disk}: {name}")
+    if not (folder / _STATE).is_dir():
+        faults.add(f"{_STATE}/, which holds the weights, is missing")
+    faults.raise_any("nothing was read")
+    filled = [
+        struct if struct.dtype == jnp.uint8 else _restored(name, struct, manifest.leaves[name][0], dtype, router_dtype)
+        for name, struct in expected.items()
+    ]
+    return jax.tree.unflatten(treedef, filled)
+
+
+def _restored(
+    name: str, struct: jax.ShapeDtypeStruct, disk: str, dtype: jnp.dtype, router_dtype: str | None
+) -> jax.ShapeDtypeStruct:
+    kind = leaf_dtype(name, disk == "float32", dtype, router_dtype)
+    if flint_names.is_router(name) and str(kind) != disk:
+        log.warning("%s is rounded from float32 to bfloat16", name)
+    return jax.ShapeDtypeStruct(struct.shape, kind)
+
+
+def restore(folder: Path, abstract: Flint, shardings: dict[str, NamedSharding] | None) -> Flint:
+    """Reads the leaves straight to their devices, each reading only its shards, whatever mesh they were saved from.
+
+    Args:
+        abstract: of `abstract_model`. shardings: by leaf name; None for the default device.
+
+    Raises:
+        CheckpointError: the Orbax checkpoint cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    names = parameter_names(abstract)
+    structs, treedef = jax.tree.flatten(abstract)
+    default = jax.device_put(np.zeros(())).sharding  # honours jax_default_device
+    target = {
+        name: jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=shardings[name] if shardings else default)
+        for name, struct in zip(names, structs, strict=True)
+    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            leaves = checkpointer.restore(folder.resolve() / _STATE, target)
+    except Exception as error:  # tensorstore and Orbax raise many kinds for files that are absent or damaged
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{folder / _STATE} cannot be restored, it may be damaged: {reason}") from error
+    return jax.tree.unflatten(treedef, [leaves[name] for name in names])
