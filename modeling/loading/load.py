@@ -76,9 +76,13 @@ def compute_dtype(dtype: Any, checkpoint: Checkpoint) -> jnp.dtype:
     if dtype is None:
         raw = checkpoint.raw_config
         return jnp.dtype(jnp.float32 if (raw.get("dtype") or raw.get("torch_dtype")) == "float32" else jnp.bfloat16)
-    if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in (jnp.float32, jnp.bfloat16):
         raise CheckpointError(f"dtype must be float32 or bfloat16, not {dtype!r}")
-    return jnp.dtype(dtype)
+    return found
 
 
 def fill(plan: Plan, path: Path, shardings: dict[str, NamedSharding] | None = None, progress: bool = True) -> Flint:
