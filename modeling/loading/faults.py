@@ -25,7 +25,7 @@ class Faults:
 
     def add_names(self, what: str, names: Iterable[str]) -> None:
         """Notes the same fault of several tensors, experts of one stack on one line when there are many."""
-        self.lines += [f"{what}: {line}" for line in grouped(sorted(names))]
+        self.lines += [f"{what}: {line}" for line in grouped(sorted(names, key=_natural))]
 
     def raise_any(self, outcome: str) -> None:
         """Raises if anything was noted. `outcome` says how far the loader had come.
@@ -36,6 +36,11 @@ class Faults:
         if self.lines:
             count = "1 fault" if len(self.lines) == 1 else f"{len(self.lines)} faults"
             raise CheckpointError(f"{self.subject}: {count}; {outcome}\n  " + "\n  ".join(self.lines))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 10 after layer 2."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def grouped(names: Sequence[str]) -> list[str]:

@@ -80,7 +80,7 @@ def compute_dtype(dtype: Any, checkpoint: Checkpoint) -> jnp.dtype:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found not in (jnp.float32, jnp.bfloat16):
+    if found is None or found not in (jnp.float32, jnp.bfloat16):
         raise CheckpointError(f"dtype must be float32 or bfloat16, not {dtype!r}")
     return found
 

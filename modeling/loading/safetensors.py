@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
@@ -42,7 +43,7 @@ def read_headers(path: Path, files: Sequence[Path], faults: Faults) -> tuple[dic
     tensors: dict[str, TensorInfo] = {}
     absent = [file.name for file in files if not file.is_file()]
     if absent:
-        faults.add(f"{INDEX} names {len(absent)} files that are not in the folder: {', '.join(absent)}")
+        faults.add(f"{INDEX} names files that are not in the folder ({len(absent)}): {', '.join(absent)}")
     complete = not absent
     for file in files:
         if file.name in absent:
@@ -82,8 +83,8 @@ def _read_index(path: Path, faults: Faults) -> dict[str, str] | None:
         weight_map = None
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
     # A shard is a file of this folder; anything else, a path out of it included, is a damaged or hostile index.
-    if not all(isinstance(name, str) and name and Path(name).name == name for name in names):
-        faults.add(f'{path.name} must hold a "weight_map" of tensor names to file names in this folder')
+    if not all(isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name for name in names):
+        faults.add(f'{path.name} must hold a "weight_map" of tensor names to .safetensors files in this folder')
         faults.raise_any("nothing was read")
     return weight_map
 
@@ -120,8 +121,7 @@ def read_header(path: Path) -> list[TensorInfo]:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         raise ValueError(f"it names {', '.join(twice)} twice")
     return found
 
