@@ -98,10 +98,9 @@ def _load(config: ServeConfig, assemble: Assemble | None) -> Assembled:
 
 
 def _tokenizer_dir(config: ServeConfig, assembled: Assembled) -> Path | None:
-    """The folder of a tokenizer that is not with the model; one from the hub knows where it was put."""
-    if config.tokenizer is None:
-        return None
-    return Path(getattr(assembled.tokenizer, "path", config.tokenizer))
+    """The folder of a tokenizer that is not with the model: where the assembly put it, else what was asked for."""
+    folder = getattr(assembled, "tokenizer_dir", None) or config.tokenizer
+    return None if folder is None else Path(folder)
 
 
 class _Signals:

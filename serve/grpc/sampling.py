@@ -96,7 +96,6 @@ def _refuse_constraint(params: pb.SamplingParams) -> None:
     constraint = params.WhichOneof("constraint")
     if constraint is None:
         return
-    message = f"This server does not constrain output yet ({constraint}); leave the constraint out."
-    if constraint == "structural_tag":
-        message += " A chat request comes without it when tool_choice is 'auto' and no tool is strict."
+    message = f"This server does not constrain output yet ({constraint}). Leave the constraint out"
+    message += "; in a chat request: response_format 'text', tool_choice 'auto', no strict tool."
     raise Refusal(grpc.StatusCode.UNIMPLEMENTED, message)

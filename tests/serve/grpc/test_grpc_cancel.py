@@ -11,7 +11,7 @@ from grpc_harness import chunks, completes, request
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from serve.grpc.mailbox import Mailbox
-from serve.request import Output
+from serve.request import Output, TokenLogprob
 
 
 def long(**settings) -> pb.GenerateRequest:
@@ -160,14 +160,18 @@ def test_gr12_slow_readers_are_bounded_and_slow_nobody(serving):
 
 
 def test_gr12_mailbox_holds_one_piece_of_news_a_sequence():
+    entry = TokenLogprob(7, -1.0)
+
     async def scenario():
         mailbox = Mailbox()
-        for i in range(50_000):
-            mailbox.put(i % 2, Output("r", (i,), num_output_tokens=i))
+        mailbox.put(0, Output("r", (0,), prompt_logprobs=(None, entry)))
+        for i in range(1, 50_000):
+            mailbox.put(i % 2, Output("r", (i,), logprobs=(entry,), num_output_tokens=i))
         mailbox.put(0, Output("r", (), finish_reason="length"))
         news = await mailbox.get()
         assert [index for index, _ in news] == [0, 1]
         assert news[0][1].token_ids == tuple(range(0, 50_000, 2)) and news[0][1].finish_reason == "length"
+        assert news[0][1].prompt_logprobs == (None, entry) and news[0][1].logprobs == (entry,) * 24_999
         mailbox.put(1, Output("r", (1,)))  # and it can be used again
         assert [(i, o.token_ids) for i, o in await mailbox.get()] == [(1, (1,))]
 

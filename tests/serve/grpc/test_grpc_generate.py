@@ -4,7 +4,7 @@ import dataclasses
 
 import grpc
 import pytest
-from grpc_harness import SENTENCE, chunks, completes, request
+from grpc_harness import END, SENTENCE, chunks, completes, request
 
 from serve.request import SamplingParams
 
@@ -143,6 +143,18 @@ def test_unmatched_stop_string_changes_nothing(quick):
     assert complete.matched_token_id == 0
     held = quick.generate([*ids, 0], stream=True, stop=["above and beyond"])  # its beginning is held back to the end
     assert [token for chunk in chunks(held) for token in chunk.token_ids] == [*ids, 0]
+
+
+def test_the_end_token_ends_even_when_its_text_is_a_stop_string(quick):
+    complete = quick.complete(f"A{END}", stop=[END])
+    assert (complete.WhichOneof("matched_stop"), complete.matched_token_id) == ("matched_token_id", 0)
+    assert quick.decode(complete.output_ids) == f"A{END}"
+
+
+def test_skip_special_tokens_decides_what_stop_strings_see(quick):
+    prompt, stop = "A<|user|> wide", ["A wide"]
+    assert quick.complete(prompt, stop=stop, max_tokens=9).finish_reason == "length"
+    assert quick.complete(prompt, stop=stop, max_tokens=9, skip_special_tokens=True).matched_stop_str == "A wide"
 
 
 def test_min_tokens_holds_for_stop_strings_and_end_tokens(quick):

@@ -5,8 +5,10 @@ import hashlib
 import io
 import json
 import socket
+import sys
 import threading
 import time
+import types
 import zipfile
 
 import grpc
@@ -200,3 +202,20 @@ def test_missing_tokenizer_files_are_reported(serving, tmp_path):
         fetch_tokenizer(harness)
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "No tokenizer files" in error.value.details()
+
+
+def test_profile_runs_between_start_and_stop(quick, monkeypatch):
+    calls = []
+    profiler = types.SimpleNamespace(
+        start_trace=lambda folder: calls.append(folder), stop_trace=lambda: calls.append("stop")
+    )
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(profiler=profiler))
+    start = common_pb2.StartProfileRequest(output_dir="/profiles")
+    assert not quick.stub.StopProfile(common_pb2.StopProfileRequest()).success
+    assert quick.stub.StartProfile(start).success
+    assert not quick.stub.StartProfile(start).success  # one at a time
+    stopped = quick.stub.StopProfile(common_pb2.StopProfileRequest())
+    assert stopped.success and "/profiles" in stopped.message and calls == ["/profiles", "stop"]
+    with pytest.raises(grpc.RpcError) as error:
+        quick.stub.StartProfile(common_pb2.StartProfileRequest(num_steps=3))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
