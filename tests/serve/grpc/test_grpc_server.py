@@ -122,17 +122,26 @@ def test_reflection_lists_the_services(quick):
 
 
 def test_a_taken_port_is_an_error():
+    async def start_and_stop(port: int) -> None:
+        server = Server("127.0.0.1", port)
+        try:
+            await server.start()
+        finally:  # a server left behind would hang the test's process
+            await server.stop()
+
     async def scenario():
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             with pytest.raises(OSError, match="port is taken"):
-                await Server("127.0.0.1", taken.getsockname()[1]).start()
+                await start_and_stop(taken.getsockname()[1])
         first = Server("127.0.0.1", 0)
         await first.start()
-        with pytest.raises(OSError, match="Choose another"):  # nor do two servers share one
-            await Server("127.0.0.1", first.port).start()
-        await first.stop()
+        try:
+            with pytest.raises(OSError, match="Choose another"):  # nor do two servers share one
+                await start_and_stop(first.port)
+        finally:
+            await first.stop()
 
     asyncio.run(scenario())
 
