@@ -116,6 +116,8 @@ VECTORS = [
         "",
         [weather('{"days": 1}')],
     ),
+    ("</think>a" + call("now") + "\n" + call("now") + " ", "", "a", [("now", "{}"), ("now", "{}")]),
+    ("</think>" + call(city="x") + call(days=1), "", "", [weather('{"city": "x"}'), weather('{"days": 1}')]),
     ("r</think>\n\n", "r", "\n\n", []),
     ("</think><tool_call></tool_call>x", "", "x", []),
     ("</think>a<|assistant|>b<|endoftext|>", "", "ab", []),
@@ -384,6 +386,15 @@ def test_tags_spelled_in_other_tokens_are_text():
     tokens = [(IDS["<tool_call>"], "<tool_call>"), (None, "get_weather"), *value, (IDS["</tool_call>"], "</tool_call>")]
     (found,) = parse(tokens, TOOLS, special_token_ids=IDS).tool_calls
     assert found.arguments == '{"city": "a</tool_call>b"}'
+
+
+def test_a_control_token_does_not_complete_a_tag_spelled_in_other_tokens():
+    tokens = [(IDS["<tool_call>"], "<tool_call>"), (None, "now<arg"), (IDS["</tool_call>"], "</tool_call>")]
+    (found,) = parse(tokens, special_token_ids=IDS).tool_calls
+    assert found.name == "now<arg"
+    tokens[2:2] = [(IDS["<|user|>"], "<|user|>"), (None, "_key>")]
+    (found,) = parse(tokens, special_token_ids=IDS).tool_calls
+    assert found.name == "now<arg_key>"
 
 
 def test_a_tag_the_tokenizer_does_not_have_is_matched_as_text():

@@ -11,6 +11,7 @@ import tokenizers
 from text_samples import SPECIAL, TAGS, bpe_as_gguf, mixed_lines
 
 from serve.text import load_tokenizer, read_generation_config
+from serve.text.gguf_metadata import from_metadata
 from serve.text.gguf_reader import read_metadata
 
 
@@ -25,7 +26,7 @@ def test_tk11_gguf_and_json_give_the_same_ids(bpe_gguf, tokenizer, lines):
     assert from_gguf.skipped_ids == tokenizer.skipped_ids
     assert from_gguf.vocab_size == tokenizer.vocab_size
     assert from_gguf.chat_template == tokenizer.chat_template
-    assert set(from_gguf.eos_token_ids) <= set(tokenizer.eos_token_ids)
+    assert from_gguf.eos_token_ids == tokenizer.eos_token_ids[:2]  # the file names eos and eot
 
 
 def test_control_tokens_are_those_of_the_tokenizers_library(bpe_spec, tokenizer, lines):
@@ -89,6 +90,19 @@ def test_white_space_around_a_control_token_is_swallowed_where_the_checkpoint_sa
     ids = load_tokenizer(tmp_path).encode(text, parse_special=True)
     assert ids == library.encode(text, add_special_tokens=False).ids
     assert ids != load_tokenizer(tmp_path).encode(text.replace("  quick", "quick "), parse_special=True)
+
+
+def test_the_longest_control_token_is_meant_and_whole_words_where_asked_for(bpe_spec, tmp_path):
+    flags = {"special": True, "normalized": False, "lstrip": False, "rstrip": False}
+    texts = {"<a>": False, "<a>b": False, "stop": True}
+    start = len(bpe_spec["model"]["vocab"])
+    added = [flags | {"id": start + i, "content": t, "single_word": w} for i, (t, w) in enumerate(texts.items())]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(bpe_spec | {"added_tokens": added}))
+    library = tokenizers.Tokenizer.from_str(json.dumps(bpe_spec | {"added_tokens": added}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("<a>b<a>", parse_special=True) == [start + 1, start]
+    for text in ("<a>b<a>", "stop", "a stop!", "nonstop", "stops"):
+        assert tokenizer.encode(text, parse_special=True) == library.encode(text, add_special_tokens=False).ids
 
 
 def test_only_the_first_word_of_a_prompt_gets_a_space(tmp_path):
@@ -166,14 +180,29 @@ def test_word_rules_differ_where_they_should(bpe_spec, tmp_path):
     assert len(glm4.encode("12345")) < 5
 
 
+def test_words_in_the_vocabulary_that_no_merge_reaches(bpe_spec, tmp_path):
+    """llama-bpe takes them whole, as Llama 3's own tokenizer.json says; the others spell them out."""
+    vocab = bpe_spec["model"]["vocab"]
+    spec = bpe_spec | {"model": bpe_spec["model"] | {"vocab": vocab | {"Zq": len(vocab)}}, "added_tokens": []}
+    for token in ("<|endoftext|>", "<|user|>"):
+        spec["model"]["vocab"][token] = len(spec["model"]["vocab"])
+    llama = load_tokenizer(bpe_as_gguf(spec, tmp_path / "a.gguf", "llama-bpe"))
+    glm4 = load_tokenizer(bpe_as_gguf(spec, tmp_path / "b.gguf", "glm4"))
+    assert llama.encode("Zq") == [len(vocab)]
+    assert glm4.encode("Zq") == [vocab["Z"], vocab["q"]]
+
+
+def test_qwen2_composes_characters(bpe_spec, tmp_path):
+    qwen2 = load_tokenizer(bpe_as_gguf(bpe_spec, tmp_path / "model.gguf", "qwen2"))
+    assert qwen2.decode(qwen2.encode("e\u0301")) == "\u00e9"
+
+
 def test_unknown_word_rule_is_refused_by_name(bpe_spec, tmp_path):
     with pytest.raises(ValueError, match=r"'frobnicate-bpe'.*tokenizer\.json"):
         load_tokenizer(bpe_as_gguf(bpe_spec, tmp_path / "model.gguf", "frobnicate-bpe"))
 
 
 def test_a_tokenizer_json_inside_the_gguf_is_used(bpe_spec, lines):
-    from serve.text.gguf_metadata import from_metadata
-
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "unknown", "tokenizer.ggml.tokens": []}
     inside = from_metadata(metadata | {"tokenizer.huggingface.json": json.dumps(bpe_spec)})
     library = tokenizers.Tokenizer.from_str(json.dumps(bpe_spec))
@@ -182,8 +211,6 @@ def test_a_tokenizer_json_inside_the_gguf_is_used(bpe_spec, lines):
 
 @pytest.mark.parametrize("model", ["rwkv", None])
 def test_other_gguf_tokenizers_are_refused(model):
-    from serve.text.gguf_metadata import from_metadata
-
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         from_metadata({} if model is None else {"tokenizer.ggml.model": model})
 
@@ -241,6 +268,12 @@ def test_tk07_all_end_ids_are_kept(bpe_folder, tokenizer):
     assert config.eos_token_ids == expected
     assert (config.temperature, config.top_p, config.top_k, config.min_p) == (1.0, 0.95, 20, None)
     assert tokenizer.decode([*expected, *tokenizer.encode("fox")]) == "fox"
+
+
+def test_tk07_a_gguf_may_name_three_end_ids():
+    metadata = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("eos", "eot", "eom", "bos"))}
+    tokens = {"tokenizer.ggml.tokens": ["a", "b", "c", "d"], "tokenizer.ggml.model": "gpt2"}
+    assert from_metadata(metadata | tokens).eos_token_ids == (0, 1, 2)
 
 
 def test_tk07_the_tokenizers_own_end_is_added_to_the_listed_ones(bpe_spec, tmp_path):
