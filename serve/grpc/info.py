@@ -19,7 +19,7 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 _SAMPLING_DEFAULTS = {"flint": {"temperature": 1.0, "top_p": 0.95, "top_k": 20}}
 
 
-def model_info(assembled: Assembled, served_model_name: str) -> pb.GetModelInfoResponse:
+def model_info(assembled: Assembled, served_model_name: str, tokenizer_dir: Path) -> pb.GetModelInfoResponse:
     """Model facts, from the engine and the checkpoint's config.json where there is one."""
     engine, config = assembled.engine, read_config(Path(assembled.model_dir))
     model_type = str(config.get("model_type") or "")
@@ -31,7 +31,7 @@ def model_info(assembled: Assembled, served_model_name: str) -> pb.GetModelInfoR
         vocab_size=engine.vocab_size,
         supports_vision=False,
         served_model_name=served_model_name,
-        tokenizer_path=str(assembled.model_dir),
+        tokenizer_path=str(tokenizer_dir),
         model_type=model_type,
         architectures=config.get("architectures") or [],
         eos_token_ids=engine.eos_token_ids,

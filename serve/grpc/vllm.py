@@ -201,7 +201,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
         """Names, sizes, end tokens, and the sampling defaults a gateway should apply."""
-        return info.model_info(self._loaded(), self._served_model_name)
+        return info.model_info(self._loaded(), self._served_model_name, self._folders[0])
 
     @_with_status
     async def GetServerInfo(

@@ -196,6 +196,7 @@ def test_tokenizer_chunks_and_folder_of_its_own(serving, tmp_path):
     noise = "".join(hashlib.sha256(str(i).encode()).hexdigest() for i in range(4000))
     (tmp_path / "tokenizer.json").write_text(noise)
     harness.call(harness.server.ready(harness.model, "name", tmp_path))
+    assert harness.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5).tokenizer_path == str(tmp_path)
     pieces, data = fetch_tokenizer(harness)
     assert len(pieces) > 2 and max(len(piece.data) for piece in pieces) == 64 * 1024
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
