@@ -179,9 +179,7 @@ def record(state: SamplingState, tokens: jax.Array, active: jax.Array) -> Sampli
     """Notes the sampled tokens [rows] of the active rows [rows]."""
     rows = jnp.arange(tokens.shape[0])
     added = active.astype(jnp.int32)
-    return state._replace(
-        counts=state.counts.at[rows, tokens].add(added), num_generated=state.num_generated + added
-    )
+    return state._replace(counts=state.counts.at[rows, tokens].add(added), num_generated=state.num_generated + added)
 
 
 def top_logprobs(logits: jax.Array, tokens: jax.Array) -> TopLogprobs:

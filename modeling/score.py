@@ -39,7 +39,7 @@ def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
     import jax.numpy as jnp
 
     from modeling.cache import CacheShape, PageTables, make_cache
-    from modeling.flint.model import Batch, Flint, forward
+    from modeling.flint.model import Batch, forward
 
     batch, seq = tokens.shape
     chunk = min(seq, CHUNK_TOKENS // batch or 1)
@@ -52,7 +52,7 @@ def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
     leaves, treedef = jax.tree.flatten(model)
 
     def step(leaves, cache, tokens, start, length):
-        model: Flint = jax.tree.unflatten(treedef, leaves)
+        model = jax.tree.unflatten(treedef, leaves)
         starts, lengths = jnp.full(batch, start), jnp.full(batch, length)
         hidden, cache = forward(model, Batch(tokens, starts, lengths, pages), cache)
         return model.logits(hidden), cache
@@ -103,7 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help=".npz to write; holds `logits` [batch, seq, vocab]")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype")
     parser.add_argument("--media", type=Path, help="media inputs, for models that take them")
-    parser.add_argument("--mtp", action="store_true", help="also the multi-token-prediction logits, where a model has them")
+    parser.add_argument(
+        "--mtp", action="store_true", help="also the multi-token-prediction logits, where a model has them"
+    )
     args = parser.parse_args(argv)
     try:
         if args.media or args.mtp:

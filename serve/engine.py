@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax.monitoring
 import numpy as np
 
-from modeling.cache import CacheShape, pages_for, window_ring
+from modeling.cache import CacheShape
 from modeling.flint.model import Flint
 from modeling.sampling import TopLogprobs
 from serve.programs import Admission, Programs, Sampled, Shapes
@@ -267,7 +267,7 @@ class Engine:
             self._decode(decoding, 1 if more_prompts else self.config.decode_steps)
 
     def _admission(self, sequence: Sequence) -> Admission:
-        request, sampling = sequence.request, sequence.request.sampling
+        sampling = sequence.request.sampling
         row = self._programs.empty_admission()
         stops = (() if sampling.ignore_eos else self.eos_token_ids) + sampling.stop_token_ids
         for values, source in (
@@ -412,12 +412,14 @@ class Engine:
         programs.admit(0, programs.empty_admission())
         for chunk in self.config.prefill_chunks:
             programs.prefill(0, np.zeros(chunk, np.int32), 1, is_last=True)
-        programs.prefill_scored(0, np.zeros(programs.scored_chunk, np.int32), 1, np.zeros(programs.scored_chunk, np.int32))
+        programs.prefill_scored(
+            0, np.zeros(programs.scored_chunk, np.int32), 1, np.zeros(programs.scored_chunk, np.int32)
+        )
         programs.decode(1, True)
         programs.release(0)
         programs.reset()
 
-    def _count_compile(self, event: str, duration_s: float, **_) -> None:
+    def _count_compile(self, event: str, duration_secs: float, **_: str | int) -> None:
         # Other users of JAX in this process compile on their own threads.
         if event == COMPILE_EVENT and threading.current_thread() is self._thread:
             self.compiles_since_ready += 1

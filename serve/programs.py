@@ -59,21 +59,21 @@ class SlotState(NamedTuple):
 class Admission(NamedTuple):
     """One request's row of every field of `SamplingState`, and its pages. Bias is sparse, padded with id = vocab."""
 
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    repetition_penalty: np.ndarray
-    presence_penalty: np.ndarray
-    frequency_penalty: np.ndarray
+    temperature: np.float32
+    top_k: np.int32
+    top_p: np.float32
+    min_p: np.float32
+    repetition_penalty: np.float32
+    presence_penalty: np.float32
+    frequency_penalty: np.float32
     key: np.ndarray
     stop_ids: np.ndarray
-    min_tokens: np.ndarray
+    min_tokens: np.int32
     bias_ids: np.ndarray
     bias_values: np.ndarray
     full_pages: np.ndarray
     window_pages: np.ndarray
-    max_tokens: np.ndarray
+    max_tokens: np.int32
 
 
 class Sampled(NamedTuple):
@@ -133,8 +133,8 @@ class Programs:
 
     def _admit(self, state: SlotState, slot: jax.Array, row: Admission) -> SlotState:
         sampling = state.sampling
-        same = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty key stop_ids min_tokens"
-        fields = {name: getattr(sampling, name).at[slot].set(getattr(row, name)) for name in same.split()}
+        same = set(SamplingState._fields) & set(Admission._fields)
+        fields = {name: getattr(sampling, name).at[slot].set(getattr(row, name)) for name in same}
         sampling = sampling._replace(
             **fields,
             num_generated=sampling.num_generated.at[slot].set(0),
@@ -144,7 +144,9 @@ class Programs:
         )
         return SlotState(
             sampling,
-            PageTables(state.pages.full.at[slot].set(row.full_pages), state.pages.window.at[slot].set(row.window_pages)),
+            PageTables(
+                state.pages.full.at[slot].set(row.full_pages), state.pages.window.at[slot].set(row.window_pages)
+            ),
             state.last_token.at[slot].set(0),
             state.length.at[slot].set(0),
             state.remaining.at[slot].set(row.max_tokens),
@@ -219,9 +221,7 @@ class Programs:
         num_top = min(20, self.config.vocab_size)
 
         def no_logprobs() -> TopLogprobs:
-            return TopLogprobs(
-                jnp.zeros(slots), jnp.zeros((slots, num_top)), jnp.zeros((slots, num_top), jnp.int32)
-            )
+            return TopLogprobs(jnp.zeros(slots), jnp.zeros((slots, num_top)), jnp.zeros((slots, num_top), jnp.int32))
 
         out = Sampled(
             jnp.zeros((steps, slots), jnp.int32),
@@ -313,7 +313,7 @@ class Programs:
         self.state = self._compiled["release"](self.state, np.int32(slot))
 
     def prefill(self, slot: int, tokens: np.ndarray, length: int, is_last: bool) -> tuple[int, TopLogprobs] | None:
-        """Runs `length` of the padded `tokens` [chunk]; the first sampled token and its logprobs after the last chunk."""
+        """Runs `length` of the padded `tokens` [chunk]; after the last chunk, the sampled token and its logprobs."""
         program = self._compiled[f"prefill {len(tokens)}"]
         self.cache, self.state, token, logprobs = program(
             self._leaves, self.cache, self.state, np.int32(slot), tokens, np.int32(length), np.bool_(is_last)

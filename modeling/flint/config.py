@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Keys that change nothing at inference, so that a key outside both lists can be reported as unknown.
-_IGNORED_KEYS = frozenset(
+_IGNORED_KEYS: frozenset[str] = frozenset(
     "architectures attention_dropout bos_token_id dtype eos_token_id head_dtype initializer_range model_type "
     "output_router_logits pad_token_id quantization_config router_aux_loss_coef torch_dtype transformers_version "
     "use_cache auto_map".split()
@@ -97,7 +97,8 @@ def _problems(c: FlintConfig):
         if getattr(c, name) < 1:
             yield f"{name} must be positive, not {getattr(c, name)}"
     if c.num_key_value_heads > 0 and c.num_attention_heads % c.num_key_value_heads:
-        yield f"num_attention_heads {c.num_attention_heads} is not a multiple of num_key_value_heads {c.num_key_value_heads}"
+        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     if c.head_dim % 2:
         yield f"head_dim {c.head_dim} must be even: RoPE pairs dimension d with d + head_dim/2"
     if c.num_experts_per_tok > c.num_experts:
@@ -120,7 +121,9 @@ class _Reader:
     """Reads fields one by one, notes which were used, and collects faults instead of stopping at the first."""
 
     def __init__(self, raw: Mapping[str, Any]):
-        self.raw, self.used, self.faults = raw, set(_IGNORED_KEYS), []
+        self.raw = raw
+        self.used: set[str] = set(_IGNORED_KEYS)
+        self.faults: list[str] = []
 
     def field(self, name: str, kind: type, default: Any = None, required: bool = False) -> Any:
         self.used.add(name)
@@ -173,7 +176,9 @@ class _Reader:
             sparse_layers=self.sparse_layers(sizes["num_hidden_layers"]),
             sliding_window=window,
             rope_theta=self.rope_theta(),
-            max_position_embeddings=self.field("max_position_embeddings", int, default=FlintConfig.max_position_embeddings),
+            max_position_embeddings=self.field(
+                "max_position_embeddings", int, default=FlintConfig.max_position_embeddings
+            ),
             rms_norm_eps=self.field("rms_norm_eps", float, default=1e-6),
             eos_token_ids=self.eos_token_ids(),
         )

@@ -77,9 +77,7 @@ class Attention(nnx.Module):
         self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend
     ) -> tuple[jax.Array, LayerCache | None]:
         """x [batch, tokens, hidden_size] -> the same shape, and the layer's cache."""
-        q, k, v = (
-            proj(x).reshape(*x.shape[:2], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (proj(x).reshape(*x.shape[:2], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
@@ -111,14 +109,14 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        residual: jax.Array | None,
+        residual: jax.Array,
         angles: tuple[jax.Array, jax.Array],
         attend: Attend,
         reference: bool,
     ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
-        """x is the last sublayer's output, `residual` the stream before it (None in the first layer)."""
+        """x is the last sublayer's output, `residual` the stream before it; both [batch, tokens, hidden_size]."""
         with jax.named_scope("attention"):
-            y, residual = self.input_layernorm.add(x, residual) if residual is not None else (self.input_layernorm(x), x)
+            y, residual = self.input_layernorm.add(x, residual)
             x, cache = self.self_attn(y, angles, attend)
         with jax.named_scope("mlp"):
             y, residual = self.post_attention_layernorm.add(x, residual)
@@ -136,7 +134,11 @@ class Flint(nnx.Module):
     """
 
     def __init__(
-        self, config: FlintConfig, dtype: jnp.dtype = jnp.bfloat16, weight_format: str = "bf16", router_dtype: str = "float32"
+        self,
+        config: FlintConfig,
+        dtype: jnp.dtype = jnp.bfloat16,
+        weight_format: str = "bf16",
+        router_dtype: str = "float32",
     ):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(
@@ -153,6 +155,11 @@ class Flint(nnx.Module):
         """The model with `jax.ShapeDtypeStruct` leaves: its shape table. Allocates nothing, at any size."""
         return nnx.eval_shape(lambda: cls(config, **options))
 
+    def embed(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Input of the first layer: no sublayer output yet, and the embeddings as the residual stream."""
+        residual = self.embed_tokens(tokens, self.dtype)
+        return jnp.zeros_like(residual), residual
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Final hidden states [..., hidden_size] to float32 logits [..., vocab_size]."""
         with jax.named_scope("lm_head"):
@@ -165,7 +172,7 @@ class Flint(nnx.Module):
         def attend(q, k, v, sinks, window):
             return dense_attention(q, k, v, sinks, positions, window), None
 
-        x, residual = self.embed_tokens(tokens, self.dtype), None
+        x, residual = self.embed(tokens)
         angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
         for layer in self.layers:
             x, residual, _ = layer(x, residual, angles, attend, reference=True)
@@ -198,7 +205,7 @@ def forward(model: Flint, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]
     positions = batch.starts[:, None] + jnp.arange(chunk)
     valid = jnp.arange(chunk) < batch.lengths[:, None]
     angles = rope_angles(positions, model.config.head_dim, model.config.rope_theta)
-    x, residual, new_cache = model.embed_tokens(batch.tokens, model.dtype), None, []
+    (x, residual), new_cache = model.embed(batch.tokens), []
     for i, layer in enumerate(model.layers):
         table = batch.pages.window if model.config.layer_types[i] == SLIDING else batch.pages.full
         x, residual, layer_cache = _cached_layer(layer, x, residual, cache[i], table, positions, valid, angles)

@@ -70,7 +70,7 @@ def merge(a: Partial, b: Partial, head_dim: int) -> Partial:
 
 
 def finish(part: Partial, sinks: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Adds the sinks [heads] once, normalises, rounds: [batch, tokens, heads, head_dim]. Queries without keys give 0."""
+    """Adds the sinks [heads] once and normalises: [batch, tokens, heads, head_dim]. Queries without keys give 0."""
     batch, kv_heads, group, tokens, head_dim = part.o.shape
     sink = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1)
     z = part.l + jnp.exp2(sink * LOG2_E - _exp2_scale(head_dim) * _finite(part.m))
@@ -138,9 +138,7 @@ def paged_attention(
         places = jnp.take_along_axis(table, pages % entries, axis=1)
         known = (pages <= last[:, None]) & (places >= 0) & (places < num_pages)
         places = jnp.where(known, places, 0)
-        k, v = (
-            pool[places].swapaxes(1, 2).reshape(batch, kv_heads, block * PAGE_SIZE, head_dim) for pool in cache
-        )
+        k, v = (pool[places].swapaxes(1, 2).reshape(batch, kv_heads, block * PAGE_SIZE, head_dim) for pool in cache)
         k_positions = pages[:, :, None] * PAGE_SIZE + jnp.arange(PAGE_SIZE)
         k_positions = jnp.where(known[:, :, None], k_positions, -1).reshape(batch, -1)
         mask = visible(positions, k_positions, window) & valid[:, :, None]

@@ -59,7 +59,7 @@ class Linear(nnx.Module):
 
 
 def dequantize_nvfp4(codes: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Packed codes [..., K / 2] and scale bytes [..., K / 16] to `e2m1 * e4m3` [..., K], exact in bfloat16 and float32."""
+    """Codes [..., K / 2] and scale bytes [..., K / 16] to `e2m1 * e4m3` [..., K], exact in bfloat16 and float32."""
     values = lax.bitcast_convert_type(codes, jnp.float4_e2m1fn).astype(dtype)  # [..., K / 2, 2], low nibble first
     blocks = values.reshape(*scales.shape, NVFP4_BLOCK)
     block_scales = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(dtype)

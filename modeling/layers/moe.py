@@ -95,7 +95,7 @@ class SparseMLP(nnx.Module):
 
 
 def _combine(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """Weighted sum in float32, in selection order: rows [tokens, k, hidden], weights [tokens, k] -> [tokens, hidden]."""
+    """Weighted float32 sum in selection order: rows [tokens, k, hidden], weights [tokens, k] -> [tokens, hidden]."""
     total = jnp.zeros((rows.shape[0], rows.shape[2]), jnp.float32)
     for slot in range(rows.shape[1]):
         total = total + weights[:, slot, None] * rows[:, slot].astype(jnp.float32)
