@@ -1,0 +1,132 @@
+"""A checkpoint on disk made ready to serve: model, engine, tokenizer and defaults, from one path."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import modeling
+from modeling.default import DEFAULT_CHECKPOINT
+from modeling.errors import CheckpointError
+from modeling.loading.source import find, resolve
+from serve.engine import Engine, EngineConfig
+from serve.text.tokenizer import Tokenizer, load_tokenizer
+from serve.text.tokenizer_settings import GenerationConfig, read_generation_config
+
+log = logging.getLogger(__name__)
+
+# What a Flint checkpoint without generation_config.json is sampled with, as its authors recommend.
+FLINT_SAMPLING = GenerationConfig(temperature=1.0, top_p=0.95, top_k=20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembled:
+    """Everything a front end needs.
+
+    Attributes:
+        engine: not started yet.
+        generation_config: default sampling values by name, for requests that give none.
+        model_dir: where the model's config is; tokenizer_dir: where the tokenizer's files are.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    generation_config: Mapping[str, Any]
+    model_name: str
+    model_dir: Path
+    tokenizer_dir: Path
+
+
+def assemble(
+    model: str | None = None,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "auto",
+    compilation_cache: str | None = None,
+    progress: bool = True,
+    **engine_options: Any,
+) -> Assembled:
+    """Loads a checkpoint and its tokenizer and builds the engine around them; starts nothing.
+
+    Args:
+        model: folder, file or hub repository id; None means the embedded checkpoint.
+        tokenizer: folder or repository of the tokenizer, and of the config, where the model comes without (a GGUF
+            file by itself).
+        dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+        compilation_cache: folder that keeps compiled programs between starts; None means firesteel's own.
+        engine_options: fields of `EngineConfig`; None leaves a default.
+
+    Raises:
+        CheckpointError: the model cannot be used. ValueError: a tokenizer or option cannot. The message is for users.
+    """
+    use_compilation_cache(compilation_cache)
+    source = str(model or DEFAULT_CHECKPOINT)
+    config_source = None
+    local = resolve(source)
+    if tokenizer is not None and not ((local if local.is_dir() else local.parent) / "config.json").is_file():
+        config_source = tokenizer
+    checkpoint = find(local, config_source)
+    tokenizer_path = tokenizer_source(checkpoint.path, checkpoint.files, tokenizer)
+    text = load_tokenizer(tokenizer_path)
+    folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
+    generation = generation_config(checkpoint.config_folder, folder)
+    flint = modeling.load(local, dtype=None if dtype == "auto" else dtype, config=config_source, progress=progress)
+    if max(text.special_tokens, default=0) >= flint.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer {tokenizer_path} has ids up to {max(text.special_tokens)}, the model only "
+            f"{flint.config.vocab_size}: they do not belong together"
+        )
+    options = {name: value for name, value in engine_options.items() if value is not None}
+    end_ids = generation.eos_token_ids + text.eos_token_ids
+    engine = Engine(flint, EngineConfig(**options, progress=progress), end_ids)
+    defaults = {name: value for name, value in dataclasses.asdict(generation).items() if value is not None}
+    name = local.name if model is None else str(model).rstrip("/")
+    return Assembled(engine, text, defaults, name, checkpoint.config_folder, folder)
+
+
+def tokenizer_source(model: Path, weight_files: tuple[Path, ...], tokenizer: str | None) -> Path:
+    """Where the tokenizer is: as asked for, in the model's folder, or inside its GGUF file.
+
+    Raises:
+        CheckpointError: none of these holds one.
+    """
+    if tokenizer is not None:
+        return resolve(tokenizer, weights=False)
+    folder = model if model.is_dir() else model.parent
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    if sentencepiece := sorted(folder.glob("*.model")):
+        return sentencepiece[0]
+    if weight_files and weight_files[0].suffix == ".gguf":
+        return weight_files[0]
+    raise CheckpointError(
+        f"{folder} holds no tokenizer (tokenizer.json, *.model, or one inside a GGUF file); "
+        "name the folder or repository of one with --tokenizer"
+    )
+
+
+def generation_config(*folders: Path) -> GenerationConfig:
+    """Sampling defaults of the first folder that has generation_config.json, over Flint's own."""
+    for folder in folders:
+        if (folder / "generation_config.json").is_file():
+            found = read_generation_config(folder)
+            named = {name: value for name, value in dataclasses.asdict(found).items() if value is not None}
+            return dataclasses.replace(FLINT_SAMPLING, **named)
+    return FLINT_SAMPLING
+
+
+def use_compilation_cache(folder: str | None) -> None:
+    """Keeps compiled programs on disk, so that the next start compiles next to nothing.
+
+    JAX_COMPILATION_CACHE_DIR goes before firesteel's own folder, an explicit `folder` before both.
+    """
+    own = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "firesteel" / "compiled"
+    jax.config.update("jax_compilation_cache_dir", str(folder or os.environ.get("JAX_COMPILATION_CACHE_DIR") or own))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,81 @@
+"""One answer in the terminal, streamed: `python -m serve.generate "What is 2 plus 3?"`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+
+DIM, PLAIN = "\033[2m", "\033[0m"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m serve.generate", description=__doc__)
+    parser.add_argument("prompt", help="the user's message; - reads it from standard input")
+    parser.add_argument(
+        "--model", help="checkpoint folder, .gguf file or hub repository id (default: the embedded one)"
+    )
+    parser.add_argument("--tokenizer", help="folder or repository of the tokenizer, where it is not with the model")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("--no-thinking", action="store_true", help="ask for an answer without a thinking block")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's own)")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--max-tokens", type=int, help="most tokens to generate, thinking included")
+    parser.add_argument("--max-model-len", type=int, help="context length (default: the model's limit)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; exit status 2 with one sentence where the input is unusable.
+
+    Thinking goes to standard error, the answer and tool calls to standard output.
+    """
+    args = parse(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    from serve.assemble import assemble  # imports JAX, so not before the arguments are known to be good
+    from serve.chat import default_sampling, stream_chat
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages.append({"role": "user", "content": prompt})
+    try:
+        assembled = assemble(
+            args.model, tokenizer=args.tokenizer, dtype=args.dtype, max_model_len=args.max_model_len, num_slots=1
+        )
+        sampling = default_sampling(
+            assembled,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            seed=args.seed,
+            max_tokens=args.max_tokens,
+        )
+        with assembled.engine:
+            for delta in stream_chat(assembled, messages, enable_thinking=not args.no_thinking, sampling=sampling):
+                show(delta)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print(flush=True)
+    return 0
+
+
+def show(delta) -> None:
+    """Prints one delta: thinking dimmed where standard error is a terminal."""
+    if delta.reasoning:
+        text = f"{DIM}{delta.reasoning}{PLAIN}" if sys.stderr.isatty() else delta.reasoning
+        print(text, end="", file=sys.stderr, flush=True)
+    if delta.content:
+        print(delta.content, end="", flush=True)
+    for call in delta.tool_calls:
+        print(f"\n{call.name}({json.dumps(json.loads(call.arguments), ensure_ascii=False)})", end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
