@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -24,9 +26,8 @@ class Device:
 
 
 def mesh(*shape: int, axes: tuple[str, ...] = ("tp",)) -> Mesh:
-    devices = np.empty(shape, object)
-    devices.flat = [Device(i) for i in range(devices.size)]
-    return Mesh(devices, axes)
+    devices = np.array([Device(i) for i in range(math.prod(shape))], object)
+    return Mesh(devices.reshape(shape), axes)
 
 
 def arrays(config: FlintConfig, weight_format: str = "bf16"):

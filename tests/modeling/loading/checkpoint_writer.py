@@ -177,6 +177,7 @@ def gguf_tensors(config: Mapping[str, Any], rng: Any = None) -> dict[str, GgufTe
         packed(f"{block}attn_k", kv * d, h)
         packed(f"{block}attn_v", kv * d, h)
         packed(f"{block}attn_output", h, heads * d)
+        stacks: list[tuple[str, tuple[int, ...], int]]
         if i < 2:
             stacks = [("", (), config["intermediate_size"])]
         else:

@@ -7,6 +7,7 @@ import math
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from checkpoint_writer import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loaded_model import sparse_mlp
 
 import modeling
 from modeling.loading import gguf
@@ -98,7 +100,7 @@ def test_ck05_each_factor_is_applied_once(tmp_path, tensors, name, leaf):
         tensors[f"{name.format(part)}.scale"] = floats(*[scale * (1 + e / 8) for e in range(count)])
     model = modeling.load(write_gguf_folder(tmp_path, CONFIG, tensors), dtype="float32", progress=False)
     for part in ("gate", "up", "down"):
-        module = model
+        module: Any = model
         for step in (*leaf.split("."), f"{part}_proj"):
             module = module[int(step)] if step.isdigit() else getattr(module, step)
         tensor, scale = (tensors[f"{name.format(part)}.{kind}"] for kind in ("weight", "scale"))
@@ -111,7 +113,7 @@ def test_ck05_each_factor_is_applied_once(tmp_path, tensors, name, leaf):
 def test_ck05_gate_and_up_scales_may_differ(tmp_path, tensors):
     tensors["blk.2.ffn_gate_exps.scale"] = floats(0.1, 0.2, 0.3, 0.4)
     tensors["blk.2.ffn_up_exps.scale"] = floats(0.4, 0.3, 0.2, 0.1)
-    experts = modeling.load(write_gguf_folder(tmp_path, CONFIG, tensors), progress=False).layers[2].mlp.experts
+    experts = sparse_mlp(modeling.load(write_gguf_folder(tmp_path, CONFIG, tensors), progress=False)).experts
     assert np.array_equal(experts.gate_proj.global_scale[...], np.array([0.1, 0.2, 0.3, 0.4], np.float32))
     assert np.array_equal(experts.up_proj.global_scale[...], np.array([0.4, 0.3, 0.2, 0.1], np.float32))
 

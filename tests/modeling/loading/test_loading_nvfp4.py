@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_writer import gguf_tensors, tiny_config, write_gguf_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaded_model import sparse_mlp
 
 import modeling
 from modeling.layers.linear import dequantize_nvfp4
@@ -53,7 +55,9 @@ def test_published_vector():
 
 def test_published_vector_dequantised():
     codes, scales, _ = repacked(BLOCK)
-    values = np.asarray(dequantize_nvfp4(codes, scales, ml_dtypes.bfloat16)).astype(np.float32)
+    values = np.asarray(dequantize_nvfp4(jnp.asarray(codes), jnp.asarray(scales), jnp.dtype(jnp.bfloat16))).astype(
+        np.float32
+    )
     assert values.tobytes() == np.array(VALUES, np.float32).tobytes()  # bytes, so that -0 is told from 0
 
 
@@ -89,7 +93,7 @@ def test_agrees_with_the_gguf_library():
 
     blocks = np.random.default_rng(0).integers(0, 255, (50, 36), dtype=np.uint8)  # 255, no scale byte, is left out
     codes, scales, _ = repacked(blocks.tobytes())
-    ours = np.asarray(dequantize_nvfp4(codes, scales, np.float32))
+    ours = np.asarray(dequantize_nvfp4(jnp.asarray(codes), jnp.asarray(scales), jnp.dtype(jnp.float32)))
     assert np.array_equal(ours, dequantize(blocks, GGMLQuantizationType.NVFP4).reshape(-1))
 
 
@@ -99,7 +103,7 @@ def test_rows_and_experts_keep_their_places(tmp_path, monkeypatch):
     config = tiny_config()
     tensors = gguf_tensors(config)
     model = modeling.load(write_gguf_folder(tmp_path, config, tensors), progress=False)
-    down = model.layers[2].mlp.experts.down_proj
+    down = sparse_mlp(model).experts.down_proj
     raw = np.frombuffer(tensors["blk.2.ffn_down_exps.weight"].data, np.uint8).reshape(4, 64, 2, 36)
     for expert, row, block in [(0, 0, 0), (0, 0, 1), (1, 63, 1), (3, 17, 0)]:
         codes, scales, _ = repacked(raw[expert, row, block].tobytes())

@@ -23,28 +23,16 @@ from checkpoint_writer import (
     write_folder,
     write_gguf_folder,
 )
+from loaded_model import assert_same_leaves, leaves, sparse_mlp
 
 import modeling
-from modeling.flint.params import parameter_names
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CHECKPOINTS = ["flint-bf16", "flint-fused-bf16", "flint-nvfp4-gguf", "flint-small-gguf"]
 
 
-def leaves(model) -> dict[str, jax.Array]:
-    return dict(zip(parameter_names(model), jax.tree.leaves(model), strict=True))
-
-
 def load(path, **options):
     return modeling.load(path, progress=False, **options)
-
-
-def assert_same_leaves(a, b):
-    a, b = leaves(a), leaves(b)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert np.array_equal(np.asarray(a[name]), np.asarray(b[name])), name
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -138,7 +126,7 @@ def test_router_dtype(tmp_path, caplog, kind, disk, asked, attribute, leaf):
         write_gguf_folder(tmp_path, config, packed)
     with caplog.at_level(logging.WARNING):
         model = load(tmp_path, router_dtype=asked)
-    assert model.layers[2].mlp.router_dtype == attribute
+    assert sparse_mlp(model).router_dtype == attribute
     assert leaves(model)["layers.2.mlp.gate"].dtype == leaf
     assert ("layers.2.mlp.gate" in caplog.text) == (disk == F32 and asked == "bfloat16")
 
