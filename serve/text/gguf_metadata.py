@@ -13,7 +13,7 @@ from typing import Any
 
 from sentencepiece import sentencepiece_model_pb2
 
-from serve.text.gguf_reader import read_metadata
+from modeling.loading.gguf import read_metadata
 from serve.text.huggingface import HuggingFaceTokenizer, merge_eos
 from serve.text.spm import CONTROL, UNKNOWN, USER_DEFINED, SentencePieceTokenizer
 from serve.text.tokenizer import Tokenizer

@@ -10,9 +10,9 @@ import sentencepiece
 import tokenizers
 from text_samples import SPECIAL, TAGS, bpe_as_gguf, mixed_lines
 
+from modeling.loading.gguf import read_metadata
 from serve.text import load_tokenizer, read_generation_config
 from serve.text.gguf_metadata import from_metadata
-from serve.text.gguf_reader import read_metadata
 
 
 def test_tk11_gguf_and_json_give_the_same_ids(bpe_gguf, tokenizer, lines):
@@ -225,7 +225,7 @@ def test_damaged_gguf_is_refused(bpe_gguf, tmp_path, damage):
         "length": data[:24] + b"\xff" * 8 + data[32:],
     }
     (tmp_path / "model.gguf").write_bytes(damaged[damage])
-    with pytest.raises(ValueError, match=r"model\.gguf cannot be read"):
+    with pytest.raises(ValueError, match=r"model\.gguf (is|has) "):
         load_tokenizer(tmp_path)
 
 
