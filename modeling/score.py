@@ -7,12 +7,16 @@ tokens are compared with.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from modeling.default import DEFAULT_CHECKPOINT
 
 if TYPE_CHECKING:
     from modeling.flint.model import Flint
@@ -34,36 +38,44 @@ def score(model: Flint, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate(groups)
 
 
-def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
+@functools.lru_cache(maxsize=8)
+def _step(treedef: Any) -> Callable[..., Any]:
+    """The jitted step of models of this structure; kept, so that scoring again compiles nothing."""
     import jax
-    import jax.numpy as jnp
 
-    from modeling.cache import CacheShape, PageTables, make_cache
     from modeling.flint.model import Batch, forward
 
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(leaves, cache, tokens, start, length, pages):
+        model = jax.tree.unflatten(treedef, leaves)
+        rows = tokens.shape[0]
+        batch = Batch(tokens, start[None].repeat(rows), length[None].repeat(rows), pages)
+        hidden, cache = forward(model, batch, cache)
+        return model.logits(hidden), cache
+
+    return step
+
+
+def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
+    import jax
+
+    from modeling.cache import CacheShape, PageTables, make_cache
+
     batch, seq = tokens.shape
-    chunk = min(seq, CHUNK_TOKENS // batch or 1)
+    chunk = min(seq, max(1, CHUNK_TOKENS // batch))
     shape = CacheShape.for_sequences(model.config, batch, seq, chunk)
     pages = PageTables(
-        jnp.arange(shape.num_full_pages, dtype=jnp.int32).reshape(batch, -1),
-        jnp.arange(shape.num_window_pages, dtype=jnp.int32).reshape(batch, -1),
+        np.arange(shape.num_full_pages, dtype=np.int32).reshape(batch, -1),
+        np.arange(shape.num_window_pages, dtype=np.int32).reshape(batch, -1),
     )
     cache = make_cache(model.config, shape, model.dtype)
     leaves, treedef = jax.tree.flatten(model)
-
-    def step(leaves, cache, tokens, start, length):
-        model = jax.tree.unflatten(treedef, leaves)
-        starts, lengths = jnp.full(batch, start), jnp.full(batch, length)
-        hidden, cache = forward(model, Batch(tokens, starts, lengths, pages), cache)
-        return model.logits(hidden), cache
-
-    run = jax.jit(step, donate_argnums=1)
     out = np.empty((batch, seq, model.config.vocab_size), np.float32)
     for start in range(0, seq, chunk):
         length = min(chunk, seq - start)
         part = np.zeros((batch, chunk), np.int32)
         part[:, :length] = tokens[:, start : start + length]
-        logits, cache = run(leaves, cache, part, np.int32(start), np.int32(length))
+        logits, cache = _step(treedef)(leaves, cache, part, np.int32(start), np.int32(length), pages)
         out[:, start : start + length] = np.asarray(logits)[:, :length]
     return out
 
@@ -98,7 +110,9 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, max_len: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; exit status 2 with one sentence where the input is unusable."""
     parser = argparse.ArgumentParser(prog="python -m modeling.score", description=__doc__)
-    parser.add_argument("checkpoint", help="checkpoint folder, .gguf file, or hub repository id")
+    parser.add_argument(
+        "checkpoint", nargs="?", default=DEFAULT_CHECKPOINT, help="folder, .gguf file or hub repository id"
+    )
     parser.add_argument("--tokens", type=Path, required=True, help=".npy of integer ids, [batch, seq]")
     parser.add_argument("--out", type=Path, required=True, help=".npz to write; holds `logits` [batch, seq, vocab]")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype")

@@ -133,7 +133,8 @@ class Programs:
 
     def _admit(self, state: SlotState, slot: jax.Array, row: Admission) -> SlotState:
         sampling = state.sampling
-        same = set(SamplingState._fields) & set(Admission._fields)
+        # In a fixed order: a program that differs from start to start is never found in the compilation cache.
+        same = [name for name in SamplingState._fields if name in Admission._fields]
         fields = {name: getattr(sampling, name).at[slot].set(getattr(row, name)) for name in same}
         sampling = sampling._replace(
             **fields,
