@@ -58,6 +58,7 @@ def _step(treedef: Any) -> Callable[..., Any]:
 
 def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
     import jax
+    import jax.numpy as jnp
 
     from modeling.cache import CacheShape, PageTables, make_cache
 
@@ -65,8 +66,8 @@ def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
     chunk = min(seq, max(1, CHUNK_TOKENS // batch))
     shape = CacheShape.for_sequences(model.config, batch, seq, chunk)
     pages = PageTables(
-        np.arange(shape.num_full_pages, dtype=np.int32).reshape(batch, -1),
-        np.arange(shape.num_window_pages, dtype=np.int32).reshape(batch, -1),
+        jnp.arange(shape.num_full_pages, dtype=jnp.int32).reshape(batch, -1),
+        jnp.arange(shape.num_window_pages, dtype=jnp.int32).reshape(batch, -1),
     )
     cache = make_cache(model.config, shape, model.dtype)
     leaves, treedef = jax.tree.flatten(model)

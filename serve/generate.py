@@ -1,4 +1,4 @@
-"""One answer in the terminal, streamed: `python -m serve.generate "What is 2 plus 3?"`."""
+"""One answer in the terminal, streamed: `python -m serve.generate "What is 2 + 3?"`."""
 
 from __future__ import annotations
 
