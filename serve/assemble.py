@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 # What a Flint checkpoint without generation_config.json is sampled with, as its authors recommend.
 FLINT_SAMPLING = GenerationConfig(temperature=1.0, top_p=0.95, top_k=20)
+# What generation_config.json may set for a request; names as in `SamplingParams`.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,8 @@ def assemble(
     options = {name: value for name, value in engine_options.items() if value is not None}
     end_ids = generation.eos_token_ids + text.eos_token_ids
     engine = Engine(flint, EngineConfig(**options, progress=progress), end_ids)
-    defaults = {name: value for name, value in dataclasses.asdict(generation).items() if value is not None}
+    defaults = dataclasses.asdict(generation)
+    defaults = {name: defaults[name] for name in SAMPLING_DEFAULTS if defaults[name] is not None}
     name = local.name if model is None else str(model).rstrip("/")
     return Assembled(engine, text, defaults, name, checkpoint.config_folder, folder)
 

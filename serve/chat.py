@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import queue
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,8 @@ _serial = itertools.count()
 
 def default_sampling(assembled: Assembled, **changes: Any) -> SamplingParams:
     """The checkpoint's own sampling values, with `changes` over them (None leaves the default)."""
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
-    values = {name: value for name, value in assembled.generation_config.items() if name in names}
-    return SamplingParams(**values | {name: value for name, value in changes.items() if value is not None})
+    given = {name: value for name, value in changes.items() if value is not None}
+    return SamplingParams(**dict(assembled.generation_config) | given)
 
 
 def stream_chat(

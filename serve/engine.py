@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-import jax.monitoring
+import jax
 import numpy as np
 
-from modeling.cache import CacheShape
 from modeling.flint.model import Flint
 from modeling.sampling import TopLogprobs
+from serve.capacity import cache_shape
 from serve.programs import Admission, Programs, Sampled, Shapes
 from serve.request import (
     MAX_STOP_TOKENS,
@@ -37,6 +37,8 @@ from serve.validate import MAX_LOGIT_BIAS, check_request
 
 log = logging.getLogger(__name__)
 
+# A long chunk spreads the cost of visiting every expert; a short one keeps short prompts and the other slots quick.
+CPU_CHUNKS, ACCELERATOR_CHUNKS = (64, 512), (128, 2048)
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -49,7 +51,7 @@ class EngineConfig:
         num_slots: sequences that decode together.
         cache_bytes: device memory for the KV cache; None means enough for every slot at full length on a CPU (at most
             4 GiB), and what the device has left on an accelerator.
-        prefill_chunks: compiled chunk lengths in tokens, ascending.
+        prefill_chunks: compiled chunk lengths in tokens, ascending; None takes `CPU_CHUNKS` or `ACCELERATOR_CHUNKS`.
         decode_steps: tokens generated between two visits to the host.
         max_queue: requests that may wait for a slot.
         progress: show a bar while compiling.
@@ -58,7 +60,7 @@ class EngineConfig:
     max_model_len: int | None = None
     num_slots: int = 8
     cache_bytes: int | None = None
-    prefill_chunks: tuple[int, ...] = (64, 512)
+    prefill_chunks: tuple[int, ...] | None = None
     decode_steps: int = 8
     max_queue: int = 1024
     progress: bool = True
@@ -95,10 +97,11 @@ class Engine:
         if len(self.eos_token_ids) > MAX_STOP_TOKENS:
             raise ValueError(f"{len(self.eos_token_ids)} end tokens; at most {MAX_STOP_TOKENS} are supported")
         self.config = config
+        self._chunks = config.prefill_chunks or (CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS)
         shapes = Shapes(
             num_slots=config.num_slots,
-            cache=cache_shape(model, config, self.max_model_len),
-            prefill_chunks=config.prefill_chunks,
+            cache=cache_shape(model, config.num_slots, self.max_model_len, max(self._chunks), config.cache_bytes),
+            prefill_chunks=self._chunks,
             decode_steps=config.decode_steps,
             num_stops=MAX_STOP_TOKENS,
             max_bias=MAX_LOGIT_BIAS,
@@ -301,7 +304,7 @@ class Engine:
             chunk = self._programs.scored_chunk
             length = min(chunk, left - 1)
         else:
-            chunk = next((c for c in self.config.prefill_chunks if c >= left), self.config.prefill_chunks[-1])
+            chunk = next((c for c in self._chunks if c >= left), self._chunks[-1])
             length = min(chunk, left)
         tokens = _padded(prompt[start : start + length], chunk)
         sequence.num_prefilled += length
@@ -410,7 +413,7 @@ class Engine:
         """Runs each program once, so that the first request pays for no lazy initialisation."""
         programs = self._programs
         programs.admit(0, programs.empty_admission())
-        for chunk in self.config.prefill_chunks:
+        for chunk in self._chunks:
             programs.prefill(0, np.zeros(chunk, np.int32), 1, is_last=True)
         programs.prefill_scored(
             0, np.zeros(programs.scored_chunk, np.int32), 1, np.zeros(programs.scored_chunk, np.int32)
@@ -423,6 +426,7 @@ class Engine:
         # Other users of JAX in this process compile on their own threads.
         if event == COMPILE_EVENT and threading.current_thread() is self._thread:
             self.compiles_since_ready += 1
+            log.warning("compiled a program while serving (%.1f s): please report how", duration_secs)
 
 
 class _Collector:
@@ -449,34 +453,6 @@ class _Collector:
                     output.error,
                 )
             )
-
-
-def cache_shape(model: Flint, config: EngineConfig, max_model_len: int) -> CacheShape:
-    """The pools that the memory allows.
-
-    Raises:
-        ValueError: not even one sequence of `max_model_len` tokens fits.
-    """
-    wanted = CacheShape.for_sequences(model.config, config.num_slots, max_model_len, max(config.prefill_chunks))
-    budget = config.cache_bytes if config.cache_bytes is not None else _available_bytes()
-    fixed = dataclasses.replace(wanted, num_full_pages=0).bytes(model.config, model.dtype)
-    page = dataclasses.replace(wanted, num_full_pages=1).bytes(model.config, model.dtype) - fixed
-    fitting = min(wanted.num_full_pages, (budget - fixed) // page) if page else wanted.num_full_pages
-    if fitting < wanted.max_pages:
-        raise ValueError(
-            f"the KV cache may take {budget / 2**30:.2f} GiB, but one sequence of {max_model_len} tokens beside the "
-            f"windows of {config.num_slots} slots needs {(fixed + wanted.max_pages * page) / 2**30:.2f} GiB; "
-            "lower max_model_len or num_slots"
-        )
-    return dataclasses.replace(wanted, num_full_pages=fitting)
-
-
-def _available_bytes() -> int:
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return 4 << 30
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    return int(free * 0.8)  # the rest is for activations
 
 
 def _padded(tokens: tuple[int, ...], size: int) -> np.ndarray:

@@ -112,15 +112,18 @@ class DecoderLayer(nnx.Module):
         residual: jax.Array,
         angles: tuple[jax.Array, jax.Array],
         attend: Attend,
-        reference: bool,
+        valid: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
-        """x is the last sublayer's output, `residual` the stream before it; both [batch, tokens, hidden_size]."""
+        """x is the last sublayer's output, `residual` the stream before it; both [batch, tokens, hidden_size].
+
+        `valid` [batch, tokens] marks real tokens; None runs the definition (see `SparseMLP`).
+        """
         with jax.named_scope("attention"):
             y, residual = self.input_layernorm.add(x, residual)
             x, cache = self.self_attn(y, angles, attend)
         with jax.named_scope("mlp"):
             y, residual = self.post_attention_layernorm.add(x, residual)
-            x = self.mlp(y, reference) if isinstance(self.mlp, SparseMLP) else self.mlp(y)
+            x = self.mlp(y, valid) if isinstance(self.mlp, SparseMLP) else self.mlp(y)
         return x, residual, cache
 
 
@@ -175,7 +178,7 @@ class Flint(nnx.Module):
         x, residual = self.embed(tokens)
         angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
         for layer in self.layers:
-            x, residual, _ = layer(x, residual, angles, attend, reference=True)
+            x, residual, _ = layer(x, residual, angles, attend, valid=None)
         y, _ = self.norm.add(x, residual)
         return self.logits(y)
 
@@ -188,7 +191,7 @@ def _cached_layer(layer: DecoderLayer, x, residual, cache: LayerCache, table, po
         new_cache = write_pages(cache, k, v, table, positions, valid)
         return paged_attention(q, new_cache, sinks, table, positions, valid, window), new_cache
 
-    return layer(x, residual, angles, attend, reference=False)
+    return layer(x, residual, angles, attend, valid)
 
 
 def forward(model: Flint, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:

@@ -16,9 +16,9 @@ from modeling.layers.linear import Linear
 from modeling.layers.mlp import SwiGLU
 from modeling.layers.numerics import dot32, rounded
 
-# Rows of one group in `experts_grouped`: large enough for a matrix unit, small enough that a short prompt's experts,
-# which see a handful of tokens each, do not multiply padding.
-GROUP_ROWS = 16
+# Bounds of the rows of one group in `experts_grouped`: large enough for a matrix unit, not so large that an expert with
+# a handful of tokens multiplies mostly padding.
+MIN_GROUP_ROWS, MAX_GROUP_ROWS = 16, 128
 # Up to this many (token, slot) pairs, gathering whole experts costs less than sorting.
 GATHER_PAIRS = 64
 
@@ -81,15 +81,23 @@ class SparseMLP(nnx.Module):
             scores = scores / (scores.sum(-1, keepdims=True) + 1e-20)
         return rounded(scores, dtype).astype(jnp.float32), expert_ids
 
-    def __call__(self, x: jax.Array, reference: bool = False) -> jax.Array:
-        """x [..., hidden_size] -> [..., hidden_size]; `reference` picks the differentiable definition."""
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+        """x [..., hidden_size] -> [..., hidden_size].
+
+        `valid` [...] marks the tokens that are not padding, whose experts alone are run; what the others get is
+        meaningless. None picks the differentiable definition.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         weights, expert_ids = self.route(tokens)
-        if reference:
-            run = experts_reference
+        if valid is None:
+            routed = experts_reference(self.experts, tokens, weights, expert_ids)
+        elif expert_ids.size <= GATHER_PAIRS:
+            routed = experts_gather(self.experts, tokens, weights, expert_ids)
         else:
-            run = experts_gather if expert_ids.size <= GATHER_PAIRS else experts_grouped
-        routed = rounded(run(self.experts, tokens, weights, expert_ids), x.dtype).astype(jnp.float32)
+            # An id past the last expert: no expert runs these.
+            expert_ids = jnp.where(valid.reshape(-1, 1), expert_ids, self.gate[...].shape[0])
+            routed = experts_grouped(self.experts, tokens, weights, expert_ids)
+        routed = rounded(routed, x.dtype).astype(jnp.float32)
         shared = self.shared_expert(tokens).astype(jnp.float32)
         return rounded(routed + shared, x.dtype).reshape(x.shape)
 
@@ -130,22 +138,23 @@ def experts_gather(experts: Experts, x: jax.Array, weights: jax.Array, expert_id
 def experts_grouped(experts: Experts, x: jax.Array, weights: jax.Array, expert_ids: jax.Array) -> jax.Array:
     """As `experts_reference`, one expert's tokens at a time: for many tokens.
 
-    The (token, slot) pairs are sorted by expert and cut into groups of GROUP_ROWS that never span two experts. A loop
-    runs over the groups that exist (a number known only on the device), decoding one expert's weights at a time, so
-    that packed weights are never expanded as a whole.
+    The (token, slot) pairs are sorted by expert and cut into groups of rows that never span two experts. A loop runs
+    over the groups that exist (a number known only on the device), decoding one expert's weights at a time, so that
+    packed weights are never expanded as a whole. Pairs whose id is past the last expert are left out.
     """
     num_tokens, k = expert_ids.shape
     num_pairs, num_experts = num_tokens * k, jax.tree.leaves(experts)[0].shape[0]
+    group_rows = min(MAX_GROUP_ROWS, max(MIN_GROUP_ROWS, 1 << (num_pairs // num_experts).bit_length()))
     order = jnp.argsort(expert_ids.reshape(-1), stable=True)  # pair at each sorted place
     counts = jnp.bincount(expert_ids.reshape(-1), length=num_experts)
-    group_ends = jnp.cumsum((counts + GROUP_ROWS - 1) // GROUP_ROWS)  # [experts], in groups
+    group_ends = jnp.cumsum((counts + group_rows - 1) // group_rows)  # [experts], in groups
     pair_ends = jnp.cumsum(counts)  # [experts], in sorted places
 
     def run_group(group: jax.Array, out: jax.Array) -> jax.Array:
         expert = jnp.searchsorted(group_ends, group, side="right")
         first_group = jnp.where(expert > 0, group_ends[expert - 1], 0)
         first_pair = jnp.where(expert > 0, pair_ends[expert - 1], 0)
-        places = first_pair + (group - first_group) * GROUP_ROWS + jnp.arange(GROUP_ROWS)
+        places = first_pair + (group - first_group) * group_rows + jnp.arange(group_rows)
         pairs = order[jnp.minimum(places, num_pairs - 1)]
         rows = experts(x[pairs // k], expert)
         pairs = jnp.where(places < pair_ends[expert], pairs, num_pairs)  # padding rows are dropped

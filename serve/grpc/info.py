@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,12 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from serve.grpc.backend import Assembled, EngineStats
 
-# What a gateway fills in where a request leaves it open.
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Recommended by the models' authors; a checkpoint's generation_config.json goes first.
-_SAMPLING_DEFAULTS = {"flint": {"temperature": 1.0, "top_p": 0.95, "top_k": 20}}
-
 
 def model_info(assembled: Assembled, served_model_name: str, tokenizer_dir: Path) -> pb.GetModelInfoResponse:
     """Model facts, from the engine and the checkpoint's config.json where there is one."""
     engine, config = assembled.engine, read_config(Path(assembled.model_dir))
     model_type = str(config.get("model_type") or "")
-    defaults = default_sampling(model_type, assembled.generation_config)
+    defaults = dict(assembled.generation_config)
     return pb.GetModelInfoResponse(
         model_path=assembled.model_name,
         is_generation=True,
@@ -46,15 +40,6 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     """The checkpoint's config.json; empty where the format has none."""
     path = model_dir / "config.json"
     return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def default_sampling(model_type: str, generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """Sampling parameters for requests that name none."""
-    defaults = dict(_SAMPLING_DEFAULTS.get(model_type, {}))
-    for key in _SAMPLING_KEYS:
-        if generation_config.get(key) is not None:
-            defaults[key] = generation_config[key]
-    return defaults
 
 
 def server_info(stats: EngineStats, *, active: int, uptime: float, last_receive: float) -> pb.GetServerInfoResponse:

@@ -1,13 +1,15 @@
 """The protocol's SamplingParams to the engine's, field by field.
 
 proto3 cannot tell zero from unset in fields without `optional`. Unset means vLLM's neutral value: temperature 1,
-top_p 1, no top_k, no min_p, repetition_penalty 1, one output. The model's own defaults are the gateway's to apply;
-it reads them from GetModelInfo.
+top_p 1, no top_k, no min_p, repetition_penalty 1, one output. A gateway applies the model's own defaults, which it
+reads from GetModelInfo; a request without any SamplingParams gets them here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -16,6 +18,7 @@ from serve.grpc.errors import Refusal
 from serve.request import InvalidRequest, SamplingParams
 
 _NEGATIVE = 2**31  # a uint32 from here on is a negative number that lost its sign on the way
+_NO_LIMIT = 2**32 - 1  # a top_k of -1, without its sign
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,13 @@ class Wanted:
     truncate_prompt_tokens: int | None
 
 
+def request_sampling(request: pb.GenerateRequest, defaults: Mapping[str, Any]) -> tuple[SamplingParams, Wanted]:
+    """The request's sampling, or `defaults` (field name to value) where it has none; raises as below."""
+    if request.HasField("sampling_params"):
+        return sampling_from_proto(request.sampling_params)
+    return sampling_from_proto(pb.SamplingParams(**defaults))
+
+
 def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Wanted]:
     """Reads one message.
 
@@ -48,6 +58,7 @@ def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Want
         Refusal: UNIMPLEMENTED for constrained output.
     """
     _refuse_constraint(params)
+    top_k = 0 if params.top_k == _NO_LIMIT else params.top_k
     for name in ("max_tokens", "min_tokens", "n"):
         if getattr(params, name) >= _NEGATIVE:
             raise InvalidRequest(f"{name} is {getattr(params, name) - 2**32}; it cannot be negative.")
@@ -58,7 +69,7 @@ def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Want
         raise InvalidRequest(f"truncate_prompt_tokens is {truncate}; give a positive number, or -1 for the most.")
     sampling = SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
-        top_k=params.top_k if params.top_k < _NEGATIVE else 0,  # -1 without its sign: no limit
+        top_k=top_k - 2**32 if top_k >= _NEGATIVE else top_k,
         top_p=params.top_p or 1.0,
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty or 1.0,

@@ -30,7 +30,7 @@ from serve.grpc.backend import Assembled, Engine, Tokenizer
 from serve.grpc.choice import Choice
 from serve.grpc.errors import REFUSALS, Refusal, abort_with
 from serve.grpc.mailbox import Mailbox
-from serve.grpc.sampling import Wanted, sampling_from_proto, seeded
+from serve.grpc.sampling import Wanted, request_sampling, seeded
 from serve.grpc.stops import TokenStops
 from serve.request import EngineClosed, InvalidRequest, Output, Request, SamplingParams
 
@@ -122,7 +122,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         assembled: Assembled,
         context: grpc.aio.ServicerContext,
     ) -> None:
-        sampling, wanted = sampling_from_proto(request.sampling_params)
+        sampling, wanted = request_sampling(request, assembled.generation_config)
         prompt = await _prompt(request, sampling, wanted, assembled)
         if call.aborted:
             raise Refusal(grpc.StatusCode.CANCELLED, "The request was aborted before it started.")

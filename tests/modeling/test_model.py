@@ -150,7 +150,7 @@ def test_at06_only_sliding_layers_use_positions():
             return dense_attention(q, k, v, sinks, positions, window), None
 
         angles = rope_angles(positions + shift, model.config.head_dim, model.config.rope_theta)
-        return layer(x, residual, angles, attend, reference=True)[0]
+        return layer(x, residual, angles, attend, valid=None)[0]
 
     for layer, kind in zip(model.layers, model.config.layer_types, strict=True):
         moved = relative(run(layer, 1000), run(layer, 0))

@@ -56,15 +56,25 @@ def test_grouped_with_every_token_on_one_expert_and_with_empty_experts():
     )
 
 
+@pytest.mark.parametrize("real", [0, 1, 40, 99])
+def test_padding_tokens_run_no_expert_and_change_nothing(real):
+    block, x = sparse(), jnp.asarray(np.random.default_rng(1).standard_normal((1, 100, 64)), jnp.float32)
+    valid = jnp.arange(100)[None] < real
+    expected = jax.jit(lambda block, x: block(x))(block, x)
+    poisoned = jnp.where(valid[..., None], x, jnp.nan)
+    out = jax.jit(lambda block, x, valid: block(x, valid))(block, poisoned, valid)
+    np.testing.assert_allclose(out[0, :real], expected[0, :real], atol=1e-5)
+
+
 def test_decode_and_prefill_use_different_ways(monkeypatch):
     used = []
     for name in ("experts_gather", "experts_grouped", "experts_reference"):
         way = getattr(moe, name)
         monkeypatch.setattr(moe, name, lambda *args, way=way, name=name: (used.append(name), way(*args))[1])
     block = sparse()
+    block(jnp.ones((1, 8, 64), jnp.float32), jnp.ones((1, 8), bool))
+    block(jnp.ones((1, 64, 64), jnp.float32), jnp.ones((1, 64), bool))
     block(jnp.ones((1, 8, 64), jnp.float32))
-    block(jnp.ones((1, 64, 64), jnp.float32))
-    block(jnp.ones((1, 8, 64), jnp.float32), reference=True)
     assert used == ["experts_gather", "experts_grouped", "experts_reference"]
 
 

@@ -39,7 +39,7 @@ def ours(model):
         rng = np.random.default_rng(i)
         x, residual = (bf(rng.standard_normal((TOKENS, model.config.hidden_size)) * s) for s in (0.5, 2.0))
         inputs = (jnp.asarray(a[None], jnp.bfloat16) for a in (x, residual))
-        run = jax.jit(lambda layer, x, residual: layer(x, residual, angles, attend, reference=True)[:2])
+        run = jax.jit(lambda layer, x, residual: layer(x, residual, angles, attend, valid=None)[:2])
         out = [np.asarray(a[0].astype(jnp.float32), np.float64) for a in run(layer, *inputs)]
         results.append((x, residual, *out))
     return results

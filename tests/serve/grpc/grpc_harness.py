@@ -66,7 +66,7 @@ class StubModel:
 
 def stub_model(folder: Path, **engine_settings) -> StubModel:
     settings = {"vocab_size": 1024, "eos_token_ids": (0,)} | engine_settings
-    generation_config = json.loads((folder / "generation_config.json").read_text())
+    generation_config = {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
     return StubModel(StubEngine(**settings), load_tokenizer(folder), generation_config, "stub-flint", folder)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import grpc
 import pytest
 from grpc_harness import END, SENTENCE, chunks, completes, request
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from serve.request import SamplingParams
 
@@ -246,3 +247,21 @@ def test_tokens_after_a_stop_string_in_one_output_are_dropped(quick):
     assert quick.decode(message.complete.output_ids) == "A wide blue sky"
     assert list(message.complete.output_logprobs.token_ids) == list(message.complete.output_ids)
     assert message.complete.finish_reason == "stop"
+
+
+def test_a_request_without_sampling_params_gets_the_checkpoints_defaults(quick):
+    bare = pb.GenerateRequest(request_id="bare", tokenized=pb.TokenizedInput(input_ids=[1] * 4080))  # 16 tokens of room
+    calls = len(quick.engine.submitted)
+    list(quick.stub.Generate(bare, timeout=30))
+    sampling = quick.engine.submitted[calls].sampling
+    assert (sampling.temperature, sampling.top_k) == (pytest.approx(0.7), 20)
+    assert sampling.top_p == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize("top_k", [2**32 - 2, 2**31])
+def test_sa01_other_negative_top_k_is_refused(quick, top_k):
+    bad = request([1], top_k=top_k)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(quick.stub.Generate(bad, timeout=5))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "top_k" in caught.value.details()

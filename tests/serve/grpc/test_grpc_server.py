@@ -152,7 +152,7 @@ def test_model_info(quick):
     assert (facts.max_context_length, facts.max_req_input_len, facts.vocab_size) == (4096, 4095, 1024)
     assert list(facts.architectures) == ["FlintForCausalLM"] and list(facts.eos_token_ids) == [0]
     assert facts.is_generation and not facts.supports_vision
-    # generation_config.json says 0.7; the rest is what Flint's authors recommend.
+    # What a gateway fills in where a request leaves it open.
     assert json.loads(facts.default_sampling_params_json) == {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
 
 
