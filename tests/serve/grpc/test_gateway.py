@@ -1,26 +1,11 @@
 """Through a real gateway: smg in front of the server, the openai client in front of smg."""
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import openai
 import pytest
+from gateway import gateway
 from grpc_harness import SENTENCE, Harness, write_tokenizer
 
 MODEL = "served-name"
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 @pytest.fixture(scope="module")
@@ -33,35 +18,8 @@ def harness(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(harness, tmp_path_factory):
-    """An openai client of a gateway that knows nothing but the server's address."""
-    port, metrics_port = free_ports(2)
-    command = [str(Path(sys.executable).parent / "smg"), "launch", "--worker-urls", f"grpc://{harness.server.address}"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-retries"]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-    log = tmp_path_factory.mktemp("gateway") / "log"
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | {"HF_HUB_OFFLINE": "1"}) as gateway,
-    ):
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10)
-        try:
-            wait_for_model(client, gateway, log)
-            yield client
-        finally:
-            client.close()
-            gateway.kill()
-
-
-def wait_for_model(client: openai.OpenAI, gateway: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        with contextlib.suppress(openai.OpenAIError):
-            if any(model.id == MODEL for model in client.models.list().data):
-                # The tokenizer comes after the worker is listed.
-                client.completions.create(model=MODEL, prompt="A", max_tokens=1)
-                return
-        assert gateway.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.1)
+    with gateway(harness.server.address, MODEL, tmp_path_factory.mktemp("gateway") / "log") as client:
+        yield client
 
 
 def user(text: str) -> list:
