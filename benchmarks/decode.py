@@ -19,13 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from modeling.cache import CacheShape, PageTables, make_cache
+from benchmarks.full_size import MODELS, full_size, streaming_read_bandwidth
 from modeling.flint.config import SLIDING, FlintConfig
 from modeling.flint.model import Batch, Flint, forward
-from modeling.flint.params import parameter_names, random_parameters
-
-MODELS = {"flint": FlintConfig()}
-STREAM_BYTES = 4 << 30
+from modeling.flint.params import parameter_names
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,15 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(config: FlintConfig, weight_format: str, context: int, batch: int, steps: int, repeats: int) -> dict:
     """Times the plain-XLA decode step; milliseconds a token (one step), over `repeats` launches."""
-    model = random_parameters(Flint.abstract(config, weight_format=weight_format), seed=0)
     max_len = context + steps * (repeats + 2)
-    shape = CacheShape.for_sequences(config, batch, max_len, max_chunk=1)
-    cache = jax.tree.map(lambda pool: jax.random.normal(jax.random.key(1), pool.shape, pool.dtype),
-                         make_cache(config, shape, model.dtype))  # fmt: skip
-    pages = PageTables(
-        jnp.arange(shape.num_full_pages, dtype=jnp.int32).reshape(batch, -1),
-        jnp.arange(shape.num_window_pages, dtype=jnp.int32).reshape(batch, -1),
-    )
+    model, cache, pages = full_size(config, weight_format, batch, max_len, max_chunk=1)
     leaves, treedef = jax.tree.flatten(model)
 
     @functools.partial(jax.jit, donate_argnums=1)
@@ -117,20 +107,6 @@ def bytes_a_step(model: Flint, context: int, batch: int) -> int:
         window = config.sliding_window if kind == SLIDING and config.sliding_window else context
         total += batch * row * min(context, window)
     return int(total)
-
-
-def streaming_read_bandwidth() -> float:
-    """Bytes a second of a plain reduction over 4 GiB (256 MiB on a CPU), the most a decode step could reach."""
-    size = STREAM_BYTES if jax.default_backend() != "cpu" else STREAM_BYTES >> 4
-    data = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
-    read = jax.jit(lambda x: x.sum())
-    read(data).block_until_ready()
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        read(data).block_until_ready()
-        times.append(time.perf_counter() - started)
-    return size / statistics.median(times)
 
 
 if __name__ == "__main__":
