@@ -1,7 +1,8 @@
 """Time of one decode step at full size: `python -m benchmarks.decode --model flint --format nvfp4 --context 102400`.
 
-Random weights, made on the device. The step is the engine's own: embedding, layers against the paged cache, LM head
-and a greedy choice, `--steps` of them in one launch of the host. Prints one JSON line, then a table.
+Random weights, made on the device. The step runs the engine's layers against the paged cache, then the LM head and a
+greedy choice, `--steps` of them in one launch of the host, for exactly `--batch` sequences; the engine's own step also
+samples and has a row for each of its slots, busy or not. Prints one JSON line, then a table.
 """
 
 from __future__ import annotations

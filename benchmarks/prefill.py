@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="only this many layers, for a small device")
     parser.add_argument("--repeats", type=int, default=3, help="timed prompts")
     args = parser.parse_args(argv)
+    if args.tokens % min(args.chunk, args.tokens):
+        parser.error(f"--tokens {args.tokens} is not a multiple of --chunk {args.chunk}")
     config = MODELS[args.model]
     if args.layers:
         config = dataclasses.replace(config, num_hidden_layers=args.layers, layer_types=(), sparse_layers=())

@@ -59,11 +59,11 @@ class TopLogprobs(NamedTuple):
 
 
 def make_sampling_state(rows: int, vocab_size: int, num_stops: int) -> SamplingState:
-    """Neutral rules for every row: plain sampling at temperature 1."""
+    """Neutral, greedy rules for every row, so that idle rows cost a batch of greedy ones nothing."""
     zeros, ones = jnp.zeros(rows, jnp.float32), jnp.ones(rows, jnp.float32)
     counts = jnp.zeros(rows, jnp.int32)
     return SamplingState(
-        temperature=ones,
+        temperature=zeros,
         top_k=counts,
         top_p=ones,
         min_p=zeros,
@@ -102,10 +102,10 @@ def adjust(logits: jax.Array, state: SamplingState) -> jax.Array:
     def penalised() -> jax.Array:
         seen = state.in_prompt | (state.counts > 0)
         penalty = jnp.where(seen, state.repetition_penalty[:, None], 1.0)
-        out = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        out = logits + state.bias
+        out = jnp.where(out > 0, out / penalty, out * penalty)
         out = out - state.frequency_penalty[:, None] * state.counts
-        out = out - state.presence_penalty[:, None] * (state.counts > 0)
-        return out + state.bias
+        return out - state.presence_penalty[:, None] * (state.counts > 0)
 
     # Rows without penalties have neutral values, so the branch only saves the reads when no row needs them.
     plain = (

@@ -136,8 +136,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    logits = score(model, tokens)
     with args.out.open("wb") as file:  # np.savez would append .npz to another name
-        np.savez(file, logits=score(model, tokens))
+        np.savez(file, logits=logits)
     return 0
 
 

@@ -16,8 +16,10 @@ from modeling.default import DEFAULT_CHECKPOINT
 from modeling.errors import CheckpointError
 from modeling.loading.source import find, resolve
 from serve.engine import Engine, EngineConfig
+from serve.request import InvalidRequest, SamplingParams
 from serve.text.tokenizer import Tokenizer, load_tokenizer
 from serve.text.tokenizer_settings import GenerationConfig, read_generation_config
+from serve.validate import check_sampling
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +80,21 @@ def assemble(
     text = load_tokenizer(tokenizer_path)
     folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
     generation = generation_config(checkpoint.config_folder, folder)
-    flint = modeling.load(local, dtype=None if dtype == "auto" else dtype, config=config_source, progress=progress)
-    if max(text.special_tokens, default=0) >= flint.config.vocab_size:
+    if text.vocab_size > checkpoint.config.vocab_size:
         raise ValueError(
-            f"the tokenizer {tokenizer_path} has ids up to {max(text.special_tokens)}, the model only "
-            f"{flint.config.vocab_size}: they do not belong together"
+            f"the tokenizer {tokenizer_path} has {text.vocab_size} tokens, the model only "
+            f"{checkpoint.config.vocab_size}: they do not belong together; name the right one with --tokenizer"
         )
+    defaults = dataclasses.asdict(generation)
+    defaults = {name: defaults[name] for name in SAMPLING_DEFAULTS if defaults[name] is not None}
+    try:
+        check_sampling(SamplingParams(**defaults), text.vocab_size, num_eos=0)
+    except (InvalidRequest, TypeError) as error:
+        raise ValueError(f"generation_config.json of {folder} sets unusable defaults: {error}") from None
+    flint = modeling.load(local, dtype=None if dtype == "auto" else dtype, config=config_source, progress=progress)
     options = {name: value for name, value in engine_options.items() if value is not None}
     end_ids = generation.eos_token_ids + text.eos_token_ids
     engine = Engine(flint, EngineConfig(**options, progress=progress), end_ids)
-    defaults = dataclasses.asdict(generation)
-    defaults = {name: defaults[name] for name in SAMPLING_DEFAULTS if defaults[name] is not None}
     name = local.name if model is None else str(model).rstrip("/")
     return Assembled(engine, text, defaults, name, checkpoint.config_folder, folder)
 

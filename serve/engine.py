@@ -21,17 +21,20 @@ import numpy as np
 from modeling.flint.model import Flint
 from modeling.sampling import TopLogprobs
 from serve.capacity import cache_shape
-from serve.programs import Admission, Programs, Sampled, Shapes
+from serve.collector import Collector
+from serve.programs import SCORED_CHUNK, Admission, Programs, Sampled, Shapes
 from serve.request import (
     MAX_STOP_TOKENS,
     Completion,
     EngineBusy,
     EngineClosed,
+    EngineStats,
     InvalidRequest,
     Output,
     Request,
     TokenLogprob,
 )
+from serve.request import SamplingParams as SamplingParams
 from serve.scheduler import Scheduler, Sequence
 from serve.validate import MAX_LOGIT_BIAS, check_request
 
@@ -66,19 +69,6 @@ class EngineConfig:
     progress: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """A snapshot. Totals count since the start; pages are those of the full-attention layers."""
-
-    num_running: int
-    num_waiting: int
-    num_slots: int
-    kv_pages_used: int
-    kv_pages_total: int
-    prompt_tokens_total: int
-    generation_tokens_total: int
-
-
 class Engine:
     """Serves one model. `start` it, `submit` or `generate`, and `close` it.
 
@@ -87,6 +77,7 @@ class Engine:
         vocab_size: token ids are 0 .. vocab_size - 1.
         eos_token_ids: end tokens, unless a request ignores them.
         compiles_since_ready: programs XLA has compiled since `start` returned; stays 0.
+        is_alive: False once the engine's thread has died of a fault it could not recover from.
     """
 
     def __init__(self, model: Flint, config: EngineConfig = EngineConfig(), eos_token_ids: Iterable[int] = ()):
@@ -96,6 +87,8 @@ class Engine:
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *model.config.eos_token_ids)))
         if len(self.eos_token_ids) > MAX_STOP_TOKENS:
             raise ValueError(f"{len(self.eos_token_ids)} end tokens; at most {MAX_STOP_TOKENS} are supported")
+        if any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(model)):
+            raise ValueError("the engine runs on one device; load the model without a mesh (modeling.score takes one)")
         self.config = config
         self._chunks = config.prefill_chunks or (CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS)
         shapes = Shapes(
@@ -117,14 +110,21 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._prompt_tokens_total = self._generation_tokens_total = 0
         self.compiles_since_ready = 0
-        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
+        self.is_alive = True
 
     # -- called from any thread -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Compiles everything, then starts the engine thread. Returns when requests can be served at full speed."""
+        """Compiles everything, then starts the engine thread. Returns when requests can be served at full speed.
+
+        Raises:
+            RuntimeError: it has been started before; make another engine.
+        """
+        if self._thread is not None or self._stopping:
+            raise RuntimeError("an engine starts once; make another one")
         self._programs.compile(self.config.progress)
         self._warm_up()
+        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
         self._accepting = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -140,14 +140,7 @@ class Engine:
             EngineBusy: the queue is full.
             EngineClosed: the engine has not started, is draining, or has stopped.
         """
-        max_tokens = check_request(request, self.max_model_len, self.vocab_size, len(self.eos_token_ids))
-        full, _ = self._scheduler.pages_needed(len(request.prompt_token_ids) + max_tokens - 1)
-        if full > self._scheduler.full_pool.num_pages:
-            raise InvalidRequest(
-                f"the request may grow to {len(request.prompt_token_ids) + max_tokens} tokens, more than the whole "
-                f"cache holds ({self._scheduler.full_pool.num_pages} pages of 64); shorten it or lower max_tokens"
-            )
-        sequence = Sequence(request, on_output, max_tokens)
+        sequence = Sequence(request, on_output, self._check(request))
         with self._lock:
             if not self._accepting:
                 raise EngineClosed("the engine is not accepting requests; try another server or later")
@@ -158,6 +151,17 @@ class Engine:
             self._known.add(request.request_id)
             self._idle.clear()
             self._inbox.put(lambda: self._scheduler.waiting.append(sequence))
+
+    def _check(self, request: Request) -> int:
+        """How many tokens the request may generate; raises InvalidRequest where it can never be served."""
+        max_tokens = check_request(request, self.max_model_len, self.vocab_size, len(self.eos_token_ids))
+        full, _ = self._scheduler.pages_needed(len(request.prompt_token_ids) + max_tokens - 1)
+        if full > self._scheduler.full_pool.num_pages:
+            raise InvalidRequest(
+                f"the request may grow to {len(request.prompt_token_ids) + max_tokens} tokens, more than the whole "
+                f"cache holds ({self._scheduler.full_pool.num_pages} pages of 64); shorten it or lower max_tokens"
+            )
+        return max_tokens
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; a final `Output` with "abort" follows. False if the id is not in the engine."""
@@ -170,24 +174,32 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Runs requests and yields each as it completes, not in order: match them by `request_id`.
 
+        Closing the iterator early aborts what is left.
+
         Raises:
-            InvalidRequest: one of them can never be served; nothing of the others is lost before that.
+            InvalidRequest: one of them can never be served; none has been started then.
         """
         done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         waiting = collections.deque(requests)
-        in_flight = 0
-        while waiting or in_flight:
-            try:
-                while waiting:
-                    self.submit(waiting[0], _Collector(done.put))
-                    waiting.popleft()
-                    in_flight += 1
-            except EngineBusy:
-                if not in_flight:  # other users fill the queue
-                    time.sleep(0.05)
-                    continue
-            yield done.get()
-            in_flight -= 1
+        for request in waiting:
+            self._check(request)
+        in_flight: set[str] = set()
+        try:
+            while waiting or in_flight:
+                try:
+                    while waiting:
+                        self.submit(waiting[0], Collector(done.put))
+                        in_flight.add(waiting.popleft().request_id)
+                except EngineBusy:
+                    if not in_flight:  # other users fill the queue
+                        time.sleep(0.05)
+                        continue
+                completion = done.get()
+                in_flight.discard(completion.request_id)
+                yield completion
+        finally:
+            for request_id in in_flight:
+                self.abort(request_id)
 
     def stats(self) -> EngineStats:
         """Counts as of now; safe from any thread."""
@@ -218,13 +230,15 @@ class Engine:
         self._idle.wait(timeout=30)
 
     def close(self) -> None:
-        """Aborts what runs and stops the thread. Safe to call twice."""
+        """Aborts what runs, stops the thread and frees the device memory of cache and state. Safe to call twice."""
         self.drain(timeout_s=0)
         self._stopping = True
         self._inbox.put(lambda: None)
         if self._thread is not None:
             self._thread.join(timeout=60)
             self._thread = None
+            jax.monitoring.unregister_event_duration_listener(self._count_compile)
+            self._programs.free()
 
     def __enter__(self) -> Engine:
         self.start()
@@ -236,25 +250,45 @@ class Engine:
     # -- the engine's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._read_inbox()
-            try:
-                self._step()
-            except Exception as error:
-                log.exception("a step failed; its requests are lost and the engine goes on")
-                self._fail_running(f"the step failed: {error}")
+        try:
+            while not self._stopping:
+                try:
+                    self._read_inbox()
+                    self._step()
+                except Exception as error:
+                    log.exception("a step failed; its requests are lost and the engine goes on")
+                    self._fail_running(f"the step failed: {error}")
+        except Exception:
+            log.exception("the engine cannot go on")
+            self.is_alive = False
+        finally:
+            self._end_everything()
 
     def _read_inbox(self) -> None:
         """Handles what other threads asked for; sleeps while there is nothing else to do."""
         scheduler = self._scheduler
-        while True:
+        while not self._stopping:
             busy = scheduler.running or scheduler.waiting
             try:
-                self._inbox.get(block=not busy)()
+                message = self._inbox.get(block=not busy)
             except queue.Empty:
                 return
-            if self._stopping:
-                return
+            message()
+
+    def _end_everything(self) -> None:
+        """Refuses what comes and gives every request its last output: the thread is about to end."""
+        with self._lock:
+            self._accepting = False
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                break
+            except Exception:
+                log.exception("while stopping")
+        reason, sentence = ("abort", None) if self.is_alive else ("error", "the engine has stopped; restart the server")
+        for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
+            self._end(sequence, self._last_output(sequence, reason, sentence))
 
     def _step(self) -> None:
         """Admits what fits, runs one prompt chunk, then lets every decoding slot generate a few tokens."""
@@ -272,9 +306,8 @@ class Engine:
     def _admission(self, sequence: Sequence) -> Admission:
         sampling = sequence.request.sampling
         row = self._programs.empty_admission()
-        stops = (() if sampling.ignore_eos else self.eos_token_ids) + sampling.stop_token_ids
         for values, source in (
-            (row.stop_ids, stops),
+            (row.stop_ids, self._stop_ids(sampling)),
             (row.bias_ids, list(sampling.logit_bias)),
             (row.bias_values, list(sampling.logit_bias.values())),
             (row.full_pages, sequence.full_pages),
@@ -295,13 +328,16 @@ class Engine:
             max_tokens=np.int32(sequence.max_tokens),
         )
 
+    def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return (() if sampling.ignore_eos else self.eos_token_ids) + sampling.stop_token_ids
+
     def _prefill_chunk(self, sequence: Sequence) -> None:
         prompt, start = sequence.request.prompt_token_ids, sequence.num_prefilled
         left = len(prompt) - start
         scored = sequence.request.sampling.prompt_logprobs is not None and left > 1
         if scored:
             # Every token but the last predicts another prompt token; the last one goes the ordinary way below.
-            chunk = self._programs.scored_chunk
+            chunk = SCORED_CHUNK
             length = min(chunk, left - 1)
         else:
             chunk = next((c for c in self._chunks if c >= left), self._chunks[-1])
@@ -342,8 +378,7 @@ class Engine:
         first = sequence.num_output_tokens == 0
         sequence.num_output_tokens += len(tokens)
         self._generation_tokens_total += len(tokens)
-        stops = (set() if sampling.ignore_eos else set(self.eos_token_ids)) | set(sampling.stop_token_ids)
-        matched = tokens[-1] if tokens and tokens[-1] in stops else None
+        matched = tokens[-1] if tokens and tokens[-1] in self._stop_ids(sampling) else None
         finish = None
         if matched is not None:
             finish = "stop"
@@ -415,9 +450,7 @@ class Engine:
         programs.admit(0, programs.empty_admission())
         for chunk in self._chunks:
             programs.prefill(0, np.zeros(chunk, np.int32), 1, is_last=True)
-        programs.prefill_scored(
-            0, np.zeros(programs.scored_chunk, np.int32), 1, np.zeros(programs.scored_chunk, np.int32)
-        )
+        programs.prefill_scored(0, np.zeros(SCORED_CHUNK, np.int32), 1, np.zeros(SCORED_CHUNK, np.int32))
         programs.decode(1, True)
         programs.release(0)
         programs.reset()
@@ -427,32 +460,6 @@ class Engine:
         if event == COMPILE_EVENT and threading.current_thread() is self._thread:
             self.compiles_since_ready += 1
             log.warning("compiled a program while serving (%.1f s): please report how", duration_secs)
-
-
-class _Collector:
-    """Gathers a request's outputs into one `Completion`."""
-
-    def __init__(self, done: Callable[[Completion], None]):
-        self.done, self.tokens, self.logprobs = done, [], []
-        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-
-    def __call__(self, output: Output) -> None:
-        self.tokens += output.token_ids
-        self.logprobs += output.logprobs
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        if output.finish_reason:
-            self.done(
-                Completion(
-                    output.request_id,
-                    tuple(self.tokens),
-                    output.finish_reason,
-                    tuple(self.logprobs),
-                    self.prompt_logprobs,
-                    output.matched_token_id,
-                    output.error,
-                )
-            )
 
 
 def _padded(tokens: tuple[int, ...], size: int) -> np.ndarray:

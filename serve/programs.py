@@ -22,6 +22,7 @@ from tqdm import tqdm
 from modeling.cache import Cache, CacheShape, PageTables, make_cache
 from modeling.flint.model import Batch, Flint, forward
 from modeling.sampling import (
+    MAX_TOP_LOGPROBS,
     SamplingState,
     TopLogprobs,
     make_sampling_state,
@@ -32,8 +33,8 @@ from modeling.sampling import (
 
 log = logging.getLogger(__name__)
 
-# Positions whose logits a prompt-logprob chunk holds at once.
-SCORED_ROWS = 32
+# Chunk length of prompts whose log-probabilities are wanted: so many positions' logits are held at once.
+SCORED_CHUNK = 32
 
 
 class SlotState(NamedTuple):
@@ -108,12 +109,20 @@ class Programs:
         self.config, self.dtype, self.shapes = model.config, model.dtype, shapes
         self._leaves, self._treedef = jax.tree.flatten(model)
         self._compiled: dict[str, Callable[..., Any]] = {}
-        self.cache: Cache
-        self.state: SlotState
+        self.cache: Cache = ()
+        self.state: SlotState | None = None
         self.reset()
 
+    def free(self) -> None:
+        """Gives the device memory of cache and state back."""
+        for leaf in jax.tree.leaves((self.cache, self.state)):
+            if not leaf.is_deleted():  # a step that raised took its donated buffers along
+                leaf.delete()
+        self.cache, self.state = (), None
+
     def reset(self) -> None:
-        """Fresh, empty device state; also after a step that raised, whose donated buffers are gone."""
+        """Fresh, empty device state; also after a step that raised. The old is freed first: two would not fit."""
+        self.free()
         self.cache = make_cache(self.config, self.shapes.cache, self.dtype)
         self.state = self._empty_state()
 
@@ -154,15 +163,6 @@ class Programs:
             state.active.at[slot].set(False),
         )
 
-    def _release(self, state: SlotState, slot: jax.Array) -> SlotState:
-        pages = PageTables(
-            state.pages.full.at[slot].set(self.shapes.cache.num_full_pages),
-            state.pages.window.at[slot].set(self.shapes.cache.num_window_pages),
-        )
-        # A neutral temperature lets a batch of greedy rows skip sampling again.
-        sampling = state.sampling._replace(temperature=state.sampling.temperature.at[slot].set(0.0))
-        return state._replace(sampling=sampling, pages=pages, active=state.active.at[slot].set(False))
-
     def _prefill_hidden(self, model: Flint, cache: Cache, state: SlotState, slot, tokens, length):
         pages = jax.tree.map(lambda table: table[slot][None], state.pages)
         start = state.length[slot]
@@ -195,13 +195,7 @@ class Programs:
         model = jax.tree.unflatten(self._treedef, leaves)
         hidden, cache, state = self._prefill_hidden(model, cache, state, slot, tokens, length)
 
-        def score(rows):
-            hidden, targets = rows
-            return top_logprobs(model.logits(hidden), targets)
-
-        split = lambda x: x.reshape(-1, SCORED_ROWS, *x.shape[1:])  # noqa: E731
-        scored = lax.map(score, (split(hidden), split(targets)))
-        return cache, state, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), scored)
+        return cache, state, top_logprobs(model.logits(hidden), targets)
 
     def _advance(self, state: SlotState, tokens: jax.Array, rows: jax.Array) -> SlotState:
         """Takes the sampled `tokens` [slots] into the chosen `rows` [slots]."""
@@ -219,7 +213,7 @@ class Programs:
         """Up to `num_steps` tokens for every active slot, without the host."""
         model = jax.tree.unflatten(self._treedef, leaves)
         slots, steps = self.shapes.num_slots, self.shapes.decode_steps
-        num_top = min(20, self.config.vocab_size)
+        num_top = min(MAX_TOP_LOGPROBS, self.config.vocab_size)
 
         def no_logprobs() -> TopLogprobs:
             return TopLogprobs(jnp.zeros(slots), jnp.zeros((slots, num_top)), jnp.zeros((slots, num_top), jnp.int32))
@@ -268,27 +262,21 @@ class Programs:
         core = (self._leaves, self.cache, self.state)
         jobs: list[tuple[str, Callable, tuple[int, ...], tuple]] = [
             ("admit", self._admit, (0,), (self.state, slot, self.empty_admission())),
-            ("release", self._release, (0,), (self.state, slot)),
             ("decode", self._decode, (1, 2), (*core, np.int32(1), flag)),
         ]
         for chunk in self.shapes.prefill_chunks:
             tokens = np.zeros(chunk, np.int32)
             jobs.append((f"prefill {chunk}", self._prefill, (1, 2), (*core, slot, tokens, slot, flag)))
-        tokens = np.zeros(self.scored_chunk, np.int32)
+        tokens = np.zeros(SCORED_CHUNK, np.int32)
         jobs.append(("prefill scored", self._prefill_scored, (1, 2), (*core, slot, tokens, slot, tokens)))
         return jobs
 
-    @property
-    def scored_chunk(self) -> int:
-        """Chunk length of prompts whose log-probabilities are wanted, a multiple of SCORED_ROWS."""
-        return SCORED_ROWS
-
     def empty_admission(self) -> Admission:
-        """An admission of neutral values and no pages, for the caller to `_replace`."""
+        """An admission of neutral, greedy values and no pages, for the caller to `_replace`."""
         cache, shapes = self.shapes.cache, self.shapes
         one, zero, none = np.float32(1), np.float32(0), np.int32(0)
         return Admission(
-            temperature=one,
+            temperature=zero,
             top_k=none,
             top_p=one,
             min_p=zero,
@@ -310,8 +298,8 @@ class Programs:
         self.state = self._compiled["admit"](self.state, np.int32(slot), row)
 
     def release(self, slot: int) -> None:
-        """Takes a slot back: its pages are forgotten, so nothing more is written to them."""
-        self.state = self._compiled["release"](self.state, np.int32(slot))
+        """Takes a slot back: neutral, greedy and without pages, so nothing more is written to the ones it had."""
+        self.admit(slot, self.empty_admission())
 
     def prefill(self, slot: int, tokens: np.ndarray, length: int, is_last: bool) -> tuple[int, TopLogprobs] | None:
         """Runs `length` of the padded `tokens` [chunk]; after the last chunk, the sampled token and its logprobs."""
@@ -322,7 +310,7 @@ class Programs:
         return (int(token), jax.device_get(logprobs)) if is_last else None
 
     def prefill_scored(self, slot: int, tokens: np.ndarray, length: int, targets: np.ndarray) -> TopLogprobs:
-        """As `prefill`, for `scored_chunk` tokens, and the log-probabilities of `targets` on the host."""
+        """As `prefill`, for SCORED_CHUNK tokens, and the log-probabilities of `targets` on the host."""
         self.cache, self.state, logprobs = self._compiled["prefill scored"](
             self._leaves, self.cache, self.state, np.int32(slot), tokens, np.int32(length), targets
         )

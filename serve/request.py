@@ -117,3 +117,16 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     matched_token_id: int | None = None
     error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of an engine. Totals count since the start; pages are those of the full-attention layers."""
+
+    num_running: int
+    num_waiting: int
+    num_slots: int
+    kv_pages_used: int
+    kv_pages_total: int
+    prompt_tokens_total: int
+    generation_tokens_total: int

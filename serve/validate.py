@@ -7,6 +7,7 @@ import math
 from serve.request import MAX_LOGPROBS, MAX_STOP_TOKENS, InvalidRequest, Request, SamplingParams
 
 MAX_LOGIT_BIAS = 512  # entries
+FLOAT32_MAX = 3.4028235e38
 
 
 def check_request(request: Request, max_model_len: int, vocab_size: int, num_eos: int) -> int:
@@ -26,6 +27,8 @@ def check_request(request: Request, max_model_len: int, vocab_size: int, num_eos
     if bad is not None:
         raise InvalidRequest(f"prompt token ids must be 0..{vocab_size - 1}, not {bad}")
     check_sampling(sampling, vocab_size, num_eos)
+    if sampling.min_tokens > max_model_len:
+        raise InvalidRequest(f"min_tokens {sampling.min_tokens} exceeds the context of {max_model_len} tokens")
     room = max_model_len - len(prompt)
     return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
 
@@ -38,7 +41,8 @@ def check_sampling(s: SamplingParams, vocab_size: int, num_eos: int) -> None:
             raise InvalidRequest(sentence)
 
     numbers = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
-    need(all(math.isfinite(x) for x in numbers), "sampling parameters must be finite numbers")
+    # The device computes in float32, where a larger number is infinite.
+    need(all(abs(x) <= FLOAT32_MAX for x in numbers), "sampling parameters must be finite float32 numbers")
     need(s.temperature >= 0, f"temperature must be at least 0, not {s.temperature}")
     need(s.top_k >= -1, f"top_k must be -1 or 0 (no limit) or positive, not {s.top_k}")
     need(0 < s.top_p <= 1, f"top_p must be in (0, 1], not {s.top_p}")

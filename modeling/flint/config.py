@@ -13,6 +13,9 @@ log = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+# A damaged number must end in a sentence, not in a list of a billion layers.
+MAX_LAYERS, MAX_SIZE = 1000, 1 << 24
+
 # Keys that change nothing at inference, so that a key outside both lists can be reported as unknown.
 _IGNORED_KEYS: frozenset[str] = frozenset(
     "architectures attention_dropout bos_token_id dtype eos_token_id head_dtype initializer_range model_type "
@@ -146,12 +149,11 @@ class _Reader:
         if value != supported:
             self.faults.append(f"{name} = {value!r} is not supported: Flint has {supported!r}")
 
-    def indices(self, name: str) -> list[int] | None:
-        """A list of layer indices, or None when absent."""
+    def indices(self, name: str, n: int) -> list[int] | None:
+        """A list of indices of the `n` layers, or None when absent."""
         value = self.field(name, list)
         if value is None:
             return None
-        n = self.raw.get("num_hidden_layers", 0)
         if bad := [i for i in value if type(i) is not int or not 0 <= i < n]:
             self.faults.append(f"{name} names layers {bad} outside 0..{n - 1}")
         return value
@@ -164,6 +166,11 @@ class _Reader:
             "intermediate_size moe_intermediate_size shared_expert_intermediate_size num_experts "
             "num_experts_per_tok".split()
         }
+        for name, value in sizes.items():
+            limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+            if value > limit:
+                self.faults.append(f"{name} = {value} is beyond {limit}, which no checkpoint of this family has")
+                sizes[name] = 1
         layer_types = self.layer_types(sizes["num_hidden_layers"])
         window = self.field("sliding_window", int, default=FlintConfig.sliding_window)
         if not self.field("use_sliding_window", bool, default=True):
@@ -194,8 +201,11 @@ class _Reader:
 
     def layer_types(self, n: int) -> tuple[str, ...]:
         given = self.field("layer_types", list)
+        if given is not None and not all(isinstance(kind, str) for kind in given):
+            self.faults.append(f"layer_types must be a list of strings, not {given!r}")
+            given = None
         layer_types = tuple(given) if given is not None else derived_layer_types(n)
-        no_rope = self.indices("no_rope_layer_indices")
+        no_rope = self.indices("no_rope_layer_indices", n)
         if no_rope is not None:
             full = {i for i, kind in enumerate(layer_types) if kind == FULL}
             if full != set(no_rope):
@@ -206,7 +216,7 @@ class _Reader:
         return layer_types
 
     def sparse_layers(self, n: int) -> tuple[bool, ...]:
-        dense = self.indices("mlp_only_layers")
+        dense = self.indices("mlp_only_layers", n)
         dense = {0, 1} if dense is None else set(dense)
         step = self.field("decoder_sparse_step", int, default=1)
         if step < 1:
@@ -217,8 +227,8 @@ class _Reader:
     def rope_theta(self) -> float:
         legacy = self.field("rope_theta", float)
         rope = self.field("rope_parameters", dict) or {}
-        self.used.add("rope_scaling")
-        kind = (self.raw.get("rope_scaling") or rope).get("rope_type", "default")
+        scaling = self.field("rope_scaling", dict) or rope
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
             self.faults.append(f"rope_type {kind!r} is not supported: Flint's is 'default' (no scaling)")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -233,8 +243,11 @@ class _Reader:
 
     def eos_token_ids(self) -> tuple[int, ...]:
         value = self.raw.get("eos_token_id")
-        ids = [value] if isinstance(value, int) else (value or [])
-        if not all(isinstance(i, int) for i in ids):
-            self.faults.append(f"eos_token_id must be an id, a list of ids or null, not {value!r}")
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        vocab_size = self.raw.get("vocab_size")
+        if not all(type(i) is int and i >= 0 for i in ids) or (
+            type(vocab_size) is int and max(ids, default=0) >= vocab_size
+        ):
+            self.faults.append(f"eos_token_id must be an id below vocab_size, a list of ids or null, not {value!r}")
             return ()
         return tuple(ids)

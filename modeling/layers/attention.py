@@ -131,7 +131,9 @@ def paged_attention(
     if window is not None:
         first = jnp.maximum(positions[:, 0] - (window - 1), 0) // PAGE_SIZE
     last = jnp.where(valid, positions, -1).max(axis=1) // PAGE_SIZE  # -1 in an idle row
-    block = min(_pages_a_block(batch * heads * tokens, entries), entries)
+    # In a sliding layer, the pages that a window and the chunk can touch are known when compiling: often one block.
+    span = entries if window is None else min(-(-(window - 1 + tokens) // PAGE_SIZE) + 1, entries)
+    block = min(_pages_a_block(batch * heads * tokens, entries), span)
 
     def attend_block(i: jax.Array, part: Partial) -> Partial:
         pages = first[:, None] + i * block + jnp.arange(block)  # logical, [batch, block]
@@ -147,8 +149,6 @@ def paged_attention(
     shape = (batch, kv_heads, heads // kv_heads, tokens)
     part = Partial(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
     if window is not None:
-        # The pages that a window and the chunk can touch are known when compiling: often a single block.
-        span = min(-(-(window - 1 + tokens) // PAGE_SIZE) + 1, entries)
         num_blocks = -(-span // block)
     else:
         num_blocks = (last - first).max() // block + 1

@@ -10,6 +10,7 @@ from modeling.sampling import adjust, filter_logits, make_sampling_state, record
 
 def state(rows=1, vocab=50, **fields):
     new = make_sampling_state(rows, vocab, num_stops=4)
+    fields = {"temperature": [1.0] * rows} | fields
     return new._replace(**{name: jnp.asarray(value, getattr(new, name).dtype) for name, value in fields.items()})
 
 
@@ -85,9 +86,10 @@ def test_sa03_a_seed_gives_the_same_token_in_any_slot_beside_anyone():
     for slot in range(4):
         keys = np.random.default_rng(slot).integers(0, 2**32, (4, 2))
         keys[slot] = key[0]
-        batch = sample(others.at[slot].set(x[0]), state(rows=4, key=keys, temperature=[0.0, 1, 1, 1][-4:]))
-        if slot:
-            assert int(batch[slot]) == alone
+        temperatures = np.array([0.0, 1.0, 0.5, 2.0])
+        temperatures[slot] = 1.0
+        batch = sample(others.at[slot].set(x[0]), state(rows=4, key=keys, temperature=temperatures))
+        assert int(batch[slot]) == alone
 
 
 def test_draws_follow_the_distribution():
@@ -118,13 +120,13 @@ def test_penalties_and_bias_match_their_definitions():
         frequency_penalty=[0.2],
         in_prompt=np.arange(50)[None] < 5,
         counts=np.where(np.arange(50) == 9, 3, 0)[None],
-        bias=np.where(np.arange(50) == 11, -100.0, 0.0)[None],
+        bias=(np.where(np.arange(50) == 11, -100.0, 0.0) + np.where(np.arange(50) == 2, -2.5, 0.0))[None],
     )
     expected = np.asarray(x, np.float64)[0].copy()
+    expected[[2, 11]] += [-2.5, -100.0]  # bias comes before the penalties
     for i in [0, 1, 2, 3, 4, 9]:
         expected[i] = expected[i] / 1.5 if expected[i] > 0 else expected[i] * 1.5
     expected[9] -= 3 * 0.2 + 0.7
-    expected[11] -= 100
     np.testing.assert_allclose(adjust(x, st)[0], expected, rtol=1e-5)
     np.testing.assert_array_equal(adjust(x, state()), x)
 

@@ -230,6 +230,9 @@ def test_penalties_start_clean_in_a_reused_slot(engine):
         ((1,), dict(max_tokens=0), "max_tokens"),
         ((1,), dict(max_tokens=-5), "max_tokens"),
         ((1,), dict(max_tokens=3, min_tokens=4), "min_tokens"),
+        ((1,), dict(min_tokens=2**40), "min_tokens"),
+        ((1,), dict(temperature=1e39), "finite"),
+        ((1,), dict(repetition_penalty=1e39), "finite"),
         ((1,), dict(logprobs=21), "logprobs"),
         ((1,), dict(stop_token_ids=tuple(range(17))), "stop_token_ids"),
         ((1,), dict(stop_token_ids=(128,)), "stop_token_ids"),
@@ -278,6 +281,95 @@ def test_jx10_a_step_that_raises_loses_only_its_requests(engine, monkeypatch):
     assert "device on fire" in news[-1].error
     assert one(engine, prompt(40)).token_ids == expected
     assert engine.stats().kv_pages_used == 0
+
+
+def test_jx10_a_step_that_raises_before_it_ran(engine, monkeypatch):
+    expected = one(engine, prompt(40)).token_ids
+    for name in ("prefill", "admit"):
+        with monkeypatch.context() as patch:
+            patch.setattr(programs.Programs, name, lambda *_: (_ for _ in ()).throw(RuntimeError("no luck")))
+            assert until_finished(submit(engine, Request("doomed", prompt(40), GREEDY)))[-1].finish_reason == "error"
+        assert one(engine, prompt(40)).token_ids == expected
+    outputs = submit(engine, Request("victim", prompt(20), SamplingParams(temperature=0.0)))
+    outputs.get(timeout=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs.Programs, "release", lambda *_: (_ for _ in ()).throw(RuntimeError("no luck")))
+        engine.abort("victim")
+        assert until_finished(outputs)[-1].finish_reason == "error"
+    assert one(engine, prompt(40)).token_ids == expected
+    assert engine.is_alive
+
+
+def test_an_engine_that_cannot_go_on_says_so_and_leaves_nobody_waiting(model, monkeypatch):
+    with Engine(model, CONFIG) as engine:
+        outputs = [submit(engine, Request(f"r{i}", prompt(20), SamplingParams(temperature=0.0))) for i in range(5)]
+        outputs[0].get(timeout=60)
+        broken = lambda *_: (_ for _ in ()).throw(RuntimeError("device lost"))  # noqa: E731
+        monkeypatch.setattr(programs.Programs, "decode", broken)
+        monkeypatch.setattr(programs.Programs, "reset", broken)
+        for out in outputs:
+            assert until_finished(out)[-1].finish_reason == "error"
+        assert not engine.is_alive
+        with pytest.raises(EngineClosed):
+            submit(engine, Request("late", prompt(3), GREEDY))
+        monkeypatch.undo()
+
+
+def test_an_engine_starts_once_and_is_collected_when_closed(model):
+    import gc
+    import weakref
+
+    engine = Engine(model, CONFIG)
+    with engine:
+        one(engine, prompt(3))
+    with pytest.raises(RuntimeError, match="starts once"):
+        engine.start()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_reset_never_holds_two_caches(engine, monkeypatch):
+    one(engine, prompt(3))
+    live = sum(array.nbytes for array in jax.live_arrays())
+    size = sum(pool.nbytes for pool in jax.tree.leaves(engine._programs.cache))
+    seen = []
+    original = programs.make_cache
+    monkeypatch.setattr(
+        programs, "make_cache", lambda *a: (seen.append(sum(x.nbytes for x in jax.live_arrays())), original(*a))[1]
+    )
+    engine._inbox.put(engine._programs.reset)
+    one(engine, prompt(3))
+    assert seen and seen[0] <= live - size
+
+
+def test_generate_checks_every_request_before_it_starts_any(engine):
+    good, bad = Request("good", prompt(3), GREEDY), Request("bad", (), GREEDY)
+    with pytest.raises(InvalidRequest):
+        next(engine.generate([good, bad]))
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+def test_an_abandoned_generate_aborts_its_requests(engine):
+    iterator = engine.generate([Request("short", prompt(3), GREEDY), *(
+        Request(f"long{i}", prompt(9), SamplingParams(temperature=0.0)) for i in range(3))])  # fmt: skip
+    next(iterator)
+    iterator.close()
+    deadline = time.monotonic() + 10
+    while engine.stats().num_running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.stats().kv_pages_used == 0
+
+
+def test_a_model_on_several_devices_is_refused(model):
+    class Spread:
+        device_set = (0, 1)
+
+    leaf = type("Leaf", (), {"sharding": Spread()})()
+    spread = jax.tree.map(lambda _: leaf, model)
+    with pytest.raises(ValueError, match="one device"):
+        Engine(spread, CONFIG)
 
 
 def test_a_reader_that_raises_disturbs_nobody(engine):
