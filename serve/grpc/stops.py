@@ -14,7 +14,7 @@ class Detokenizer(Protocol):
 
 
 class Matcher(Protocol):
-    """Text in, the text before any stop string out: `serve.text.stop.StopStrings` without the stop itself."""
+    """Text in, the text before any stop string out: `serve.text.stop.StopStrings`."""
 
     matched: str | None
 

@@ -72,9 +72,31 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         return HuggingFaceTokenizer(_bpe_spec(metadata), **settings)
     if kind in ("llama", "t5"):
         return SentencePieceTokenizer(_sentencepiece_model(metadata, kind), **settings)
+    raise _unsupported(kind)
+
+
+def _unsupported(kind: str | None) -> ValueError:
     if kind is None:
-        raise ValueError("the GGUF file carries no tokenizer: put tokenizer.json beside the model and name its folder")
-    raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported: use gpt2 or llama, or a tokenizer.json")
+        return ValueError("the GGUF file carries no tokenizer: put tokenizer.json beside the model and name its folder")
+    return ValueError(f"tokenizer.ggml.model {kind!r} is not supported: use gpt2 or llama, or a tokenizer.json")
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """The tokenizer as a checkpoint's folder would hold it: file name -> content; raises ValueError as `load` does."""
+    settings, kind = _settings(metadata), metadata.get("tokenizer.ggml.model")
+    if "tokenizer.huggingface.json" in metadata:
+        files = {"tokenizer.json": metadata["tokenizer.huggingface.json"].encode()}
+    elif kind == "gpt2":
+        files = {"tokenizer.json": _json(_bpe_spec(metadata))}
+    elif kind in ("llama", "t5"):
+        files = {"tokenizer.model": _sentencepiece_model(metadata, kind).SerializeToString(deterministic=True)}
+    else:
+        raise _unsupported(kind)
+    class_name = {"tokenizer_class": "PreTrainedTokenizerFast"} if "tokenizer.json" in files else {}
+    files["tokenizer_config.json"] = _json(class_name | settings["template_variables"])
+    if settings["chat_template"] is not None:
+        files["chat_template.jinja"] = settings["chat_template"].encode()
+    return files
 
 
 def _settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,6 +114,10 @@ def _settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "chat_template": metadata.get("tokenizer.chat_template"),
         "template_variables": {name: tokens[i] for name, i in variables.items() if i is not None and i < len(tokens)},
     }
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
 
 
 def _bpe_spec(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -256,12 +256,6 @@ def parse(
     return collect([*deltas, *parser.finish()], parser.choice_honoured)
 
 
-def thinking_enabled(template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a request thinks: yes, unless its template arguments set `thinking` or `enable_thinking` to false."""
-    given = [template_kwargs[name] for name in ("thinking", "enable_thinking") if template_kwargs.get(name) is not None]
-    return any(given) or not given
-
-
 def starts_in_reasoning(
     prompt: str | Sequence[int], *, thinking: bool = True, special_token_ids: Mapping[str, int] | None = None
 ) -> bool:
@@ -272,7 +266,7 @@ def starts_in_reasoning(
 
     Args:
         prompt: the rendered prompt, as text or as token ids.
-        thinking: see `thinking_enabled`.
+        thinking: False if the request switches thinking off.
         special_token_ids: text -> id of the tokenizer's control tokens; needed for a prompt of token ids.
 
     Raises:

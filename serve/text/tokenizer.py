@@ -53,7 +53,7 @@ def is_markup(text: str) -> bool:
 
 
 class Tokenizer(abc.ABC):
-    """Text to token ids and back. Make one with `load_tokenizer`.
+    """Text to token ids and back. Make one with `serve.text.load.load_tokenizer`.
 
     Attributes:
         vocab_size: one more than the highest id. The model's own vocabulary may be padded beyond it.
@@ -64,6 +64,7 @@ class Tokenizer(abc.ABC):
         prefix_ids: what belongs in front of a prompt that is not a chat (a chat template writes its own).
         chat_template: the checkpoint's Jinja source, or None.
         template_variables: bos_token, eos_token and the like, which chat templates refer to.
+        source: the file it was loaded from; None for one made otherwise.
     """
 
     # Whether the vocabulary marks a text's first word with a space that is not part of the text.
@@ -88,6 +89,7 @@ class Tokenizer(abc.ABC):
         self.prefix_ids = tuple(prefix_ids)
         self.chat_template = chat_template
         self.template_variables = dict(template_variables or {})
+        self.source: Path | None = None
         # Longest first: where one marker begins with another, the longer one is meant.
         by_length = sorted(controls, key=lambda token: -len(token.text))
         self._control_pattern = re.compile("|".join(token.pattern() for token in by_length) or r"(?!)")
@@ -155,41 +157,7 @@ class Tokenizer(abc.ABC):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint.
+    """For importers that have not moved to `serve.text.load` yet."""
+    from serve.text import load
 
-    Args:
-        path: a folder with `tokenizer.json`, a SentencePiece `*.model` or a `.gguf` file (looked for in this order);
-            or one of these files. The settings beside `tokenizer.json` or a `*.model` are read too, whichever exist:
-            tokenizer_config.json, special_tokens_map.json, generation_config.json, chat_template.jinja.
-
-    Raises:
-        FileNotFoundError: there is no tokenizer at `path`.
-        ValueError: the files contradict each other or use a form that is not supported; the message names it.
-    """
-    # The libraries behind each form are imported where they are needed.
-    file = _tokenizer_file(Path(path))
-    if file.suffix == ".json":
-        from serve.text import huggingface
-
-        return huggingface.load(file)
-    if file.suffix == ".model":
-        from serve.text import spm
-
-        return spm.load(file)
-    from serve.text import gguf_metadata
-
-    return gguf_metadata.load(file)
-
-
-def _tokenizer_file(path: Path) -> Path:
-    if path.is_file():
-        if path.suffix in (".json", ".model", ".gguf"):
-            return path
-        raise ValueError(f"{path} is no tokenizer: expected tokenizer.json, a SentencePiece .model or a .gguf file")
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist")
-    for pattern in ("tokenizer.json", "tokenizer.model", "*.model", "*.gguf"):
-        found = sorted(path.glob(pattern))
-        if found:
-            return found[0]
-    raise FileNotFoundError(f"no tokenizer in {path}: put tokenizer.json, a *.model or a *.gguf file there")
+    return load.load_tokenizer(path)

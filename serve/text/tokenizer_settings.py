@@ -18,8 +18,8 @@ class GenerationConfig:
 
     Attributes:
         eos_token_ids: every id that ends an answer; the file may list one or several.
-        temperature, top_p, top_k, min_p, repetition_penalty: default sampling values.
-        max_new_tokens: default limit of the answer.
+        temperature, top_p, top_k, min_p, repetition_penalty: default sampling values. `do_sample: false` in the file
+            is a temperature of 0, whatever else it says.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -28,7 +28,6 @@ class GenerationConfig:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
 
 
 def read_generation_config(path: str | Path) -> GenerationConfig:
@@ -46,6 +45,8 @@ def read_generation_config(path: str | Path) -> GenerationConfig:
     eos = [] if listed is None else listed if isinstance(listed, list) else [listed]
     if not all(type(i) is int for i in eos):
         raise ValueError(f"eos_token_id in {path} must be an integer or a list of integers, not {listed!r}")
+    if values.get("do_sample") is False:
+        values["temperature"] = 0.0
     fields = [field.name for field in dataclasses.fields(GenerationConfig) if field.name != "eos_token_ids"]
     return GenerationConfig(eos_token_ids=tuple(eos), **{name: values.get(name) for name in fields})
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from serve.request import InvalidRequest
 from serve.text import ParsedMessage, StopStrings, collect
-from serve.text.glm47 import ARGUMENT_TAGS, BLOCK_TAGS, ROLES, Glm47Parser, parse, starts_in_reasoning, thinking_enabled
+from serve.text.glm47 import ARGUMENT_TAGS, BLOCK_TAGS, ROLES, Glm47Parser, parse, starts_in_reasoning
 
 PROPERTIES = {
     "city": {"type": "string"},
@@ -286,14 +286,6 @@ def test_a_prompt_of_ids_needs_the_control_tokens():
         starts_in_reasoning([1, 2])
 
 
-def test_thinking_is_on_unless_switched_off():
-    assert thinking_enabled({})
-    assert thinking_enabled({"enable_thinking": None, "reasoning_effort": "low"})
-    assert thinking_enabled({"thinking": True, "enable_thinking": False})
-    assert not thinking_enabled({"enable_thinking": False})
-    assert not thinking_enabled({"thinking": False})
-
-
 def test_pa12_visible_text_survives_and_a_call_cut_off_yields_no_delta():
     answer = "</think>before " + call(o="{broken") + " after"
     assert stream([answer])[1] == ("", "before  after", [weather('{"o": "{broken"}')])
@@ -354,27 +346,17 @@ def test_without_tools_any_name_passes_and_values_are_strings():
     assert (found.name, found.arguments) == ("anything", '{"k": "7"}')
 
 
-def test_pa19_text_held_for_a_stop_string_passes_the_parser():
-    """An unmatched stop string of 8 characters, with control tokens just before the end of the answer."""
-    tokens = as_tokens("plan</think>Sure" + call("now") + "STOPWOR")
-    for size in range(1, len(tokens) + 1):
-        stops = StopStrings(["STOPWORD"], atomic_ids=set(IDS.values()))
-        parser = Glm47Parser(TOOLS, special_token_ids=IDS)
-        deltas = []
-        for start in range(0, len(tokens), size):
-            deltas += parser.push_tokens(stops.push_pieces(tokens[start : start + size]))
-        deltas += parser.push_tokens(stops.flush_pieces()) + parser.finish()
-        assert stops.matched is None
-        assert summary(deltas) == ("plan", "SureSTOPWOR", [("now", "{}")])
-
-
-def test_pa19_a_stop_string_inside_a_control_token_leaves_no_fragment():
-    stops = StopStrings(["nk>Sure"], atomic_ids=set(IDS.values()))
-    parser = Glm47Parser(TOOLS, special_token_ids=IDS)
-    deltas = parser.push_tokens(stops.push_pieces(as_tokens("plan</think>Sure")))
-    deltas += parser.push_tokens(stops.flush_pieces()) + parser.finish()
-    assert stops.matched == "nk>Sure"
-    assert summary(deltas) == ("plan", "", [])
+@pytest.mark.parametrize("size", [1, 2, 5, 20])
+def test_pa19_text_held_for_a_stop_string_passes_the_parser(size):
+    """An unmatched stop string of 8 characters, with tags just before the end of the answer."""
+    answer = "plan</think>Sure" + call("now") + "STOPWOR"
+    stops, parser = StopStrings(["STOPWORD"]), Glm47Parser(TOOLS)
+    deltas = []
+    for start in range(0, len(answer), size):
+        deltas += parser.push(stops.push(answer[start : start + size]))
+    deltas += parser.push(stops.flush()) + parser.finish()
+    assert stops.matched is None
+    assert summary(deltas) == ("plan", "SureSTOPWOR", [("now", "{}")])
 
 
 def test_tags_spelled_in_other_tokens_are_text():

@@ -10,8 +10,8 @@ from serve.text import StopStrings
 TEXT = "A wide blue sky above"
 
 
-def run(pieces, stop, **options):
-    stops = StopStrings(stop, **options)
+def run(pieces, stop):
+    stops = StopStrings(stop)
     shown = [stops.push(piece) for piece in pieces]
     return "".join([*shown, stops.flush()]), stops.matched
 
@@ -35,19 +35,13 @@ def test_sa05_nothing_of_the_stop_string_is_shown_on_the_way():
     assert shown == "A wide b"
 
 
-def test_sa12_include_stop_is_obeyed_both_ways():
-    for pieces in cuts(TEXT):
-        assert run(pieces, ["lue sky"], include_stop=True) == ("A wide blue sky", "lue sky")
-        assert run(pieces, ["lue sky"], include_stop=False) == ("A wide b", "lue sky")
-
-
 def test_sa07_the_token_that_completes_a_stop_string_is_known():
     """One token at a time, `matched` tells after which token the answer ends, however the tokens arrived."""
     stops = StopStrings(["lue sky"])
     tokens = ["A wi", "de bl", "ue", " sk", "y ab", "ove"]
     matched = []
-    for token_id, text in enumerate(tokens):
-        stops.push_pieces([(token_id, text)])
+    for text in tokens:
+        stops.push(text)
         matched.append(stops.matched is not None)
     assert matched.index(True) == 4
 
@@ -83,33 +77,20 @@ def test_empty_stop_string_is_refused():
         StopStrings([""])
 
 
-def test_pieces_keep_their_ids_and_control_tokens_stay_whole():
-    pieces = [(1, "one"), (9, "<think>"), (2, "two")]
-    stops = StopStrings(["k>x"], atomic_ids={9})
-    assert stops.push_pieces(pieces[:2]) == [(1, "one")]
-    assert stops.push_pieces(pieces[2:]) == [(9, "<think>"), (2, "two")]
-    stops = StopStrings(["k>t"], atomic_ids={9})
-    assert stops.push_pieces(pieces) + stops.flush_pieces() == [(1, "one")]
-    assert stops.matched == "k>t"
-    stops = StopStrings(["<think>"], include_stop=True, atomic_ids={9})
-    assert stops.push_pieces(pieces) == pieces[:2]
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("ab", max_size=25),
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     sizes=st.lists(st.integers(1, 5), min_size=25, max_size=25),
-    include=st.booleans(),
 )
-def test_the_result_does_not_depend_on_the_pieces(text, stop, sizes, include):
+def test_the_result_does_not_depend_on_the_pieces(text, stop, sizes):
     ends = [(text.find(s) + len(s), -len(s), s) for s in stop if s in text]
     expected = (text, None)
     if ends:
         end, length, matched = min(ends)
-        expected = (text[: end if include else end + length], matched)
+        expected = (text[: end + length], matched)
     pieces, start = [], 0
     for size in sizes:
         pieces.append(text[start : start + size])
         start += size
-    assert run(pieces, stop, include_stop=include) == expected
+    assert run(pieces, stop) == expected

@@ -11,7 +11,7 @@ import tokenizers
 from text_samples import SPECIAL, TAGS, bpe_as_gguf, mixed_lines
 
 from modeling.loading.gguf import read_metadata
-from serve.text import load_tokenizer, read_generation_config
+from serve.text import find_tokenizer, load_tokenizer, read_generation_config
 from serve.text.gguf_metadata import from_metadata
 
 
@@ -290,6 +290,19 @@ def test_generation_config_may_be_absent_or_wrong(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["a"]}')
     with pytest.raises(ValueError, match="eos_token_id"):
         read_generation_config(tmp_path)
+
+
+def test_generation_config_may_ask_for_no_sampling(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7}')
+    assert read_generation_config(tmp_path).temperature == 0.0
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7}')
+    assert read_generation_config(tmp_path).temperature == 0.7
+
+
+def test_the_tokenizer_is_found_and_knows_its_file(bpe_folder, bpe_gguf, tmp_path):
+    assert find_tokenizer(bpe_folder) == find_tokenizer(bpe_folder, bpe_gguf) == bpe_folder / "tokenizer.json"
+    assert find_tokenizer(tmp_path, bpe_gguf) == find_tokenizer(bpe_gguf) == bpe_gguf
+    assert load_tokenizer(bpe_gguf.parent).source == bpe_gguf
 
 
 def test_where_the_chat_template_comes_from(bpe_folder, bpe_spec, tmp_path):

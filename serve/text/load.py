@@ -1,0 +1,67 @@
+"""A checkpoint's tokenizer: finding its file, and reading it with the loader of its form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve.text.tokenizer import Tokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint.
+
+    Args:
+        path: a folder or a file, as `find_tokenizer` takes it. The settings beside `tokenizer.json` or a `*.model` are
+            read too, whichever exist: tokenizer_config.json, special_tokens_map.json, generation_config.json,
+            chat_template.jinja.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer at `path`.
+        ValueError: the files contradict each other or use a form that is not supported; the message names it.
+    """
+    file = find_tokenizer(path)
+    tokenizer = _load(file)
+    tokenizer.source = file
+    return tokenizer
+
+
+def find_tokenizer(path: str | Path, gguf: Path | None = None) -> Path:
+    """The file that holds the tokenizer.
+
+    Args:
+        path: one of these files, or a folder with `tokenizer.json`, a SentencePiece `*.model` or a `*.gguf` file,
+            looked for in this order.
+        gguf: the GGUF file to take if the folder has neither of the others; None for its first.
+
+    Raises:
+        FileNotFoundError: there is none, or nothing at `path`.
+        ValueError: `path` is a file of another kind.
+    """
+    path = Path(path)
+    if path.is_file():
+        if path.suffix in (".json", ".model", ".gguf"):
+            return path
+        raise ValueError(f"{path} is no tokenizer: expected tokenizer.json, a SentencePiece .model or a .gguf file")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist")
+    for pattern in ("tokenizer.json", "tokenizer.model", "*.model"):
+        if found := sorted(path.glob(pattern)):
+            return found[0]
+    if found := [gguf] if gguf is not None else sorted(path.glob("*.gguf")):
+        return found[0]
+    raise FileNotFoundError(f"no tokenizer in {path}: put tokenizer.json, a *.model or a *.gguf file there")
+
+
+def _load(file: Path) -> Tokenizer:
+    # The libraries behind each form are imported where they are needed.
+    if file.suffix == ".json":
+        from serve.text import huggingface
+
+        return huggingface.load(file)
+    if file.suffix == ".model":
+        from serve.text import spm
+
+        return spm.load(file)
+    from serve.text import gguf_metadata
+
+    return gguf_metadata.load(file)
