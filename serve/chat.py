@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from serve.assemble import Assembled
-from serve.request import Output, Request, SamplingParams
+from serve.request import EngineClosed, Output, Request, SamplingParams
 from serve.text import Delta, IncrementalDetokenizer, ParsedMessage, collect, encode_chat
 from serve.text.glm47 import BLOCK_TAGS, Glm47Parser, starts_in_reasoning
 
@@ -37,7 +37,8 @@ def stream_chat(
         sampling: None means the checkpoint's own defaults.
 
     Raises:
-        InvalidRequest: the request cannot be served. RuntimeError: the engine failed while serving it.
+        InvalidRequest: the request cannot be served. EngineClosed: the engine was closed before the answer's end.
+        RuntimeError: the engine failed while serving it.
     """
     tokenizer, engine = assembled.tokenizer, assembled.engine
     prompt = encode_chat(tokenizer, messages, tools, enable_thinking=enable_thinking)
@@ -60,6 +61,8 @@ def stream_chat(
             yield from parser.push_tokens(detokenizer.pieces(tokens))
             if output.finish_reason == "error":
                 raise RuntimeError(output.error)
+            if output.finish_reason == "abort":
+                raise EngineClosed("the engine was closed before the answer was complete")
             if output.finish_reason:
                 break
         yield from parser.push_tokens([(None, detokenizer.flush())])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import logging
 import sys
 
@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     Thinking goes to standard error, the answer and tool calls to standard output.
     """
     args = parse(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters, and models write lone surrogates
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     from serve.assemble import assemble  # imports JAX, so not before the arguments are known to be good
     from serve.chat import default_sampling, stream_chat
@@ -74,7 +77,7 @@ def show(delta) -> None:
     if delta.content:
         print(delta.content, end="", flush=True)
     for call in delta.tool_calls:
-        print(f"\n{call.name}({json.dumps(json.loads(call.arguments), ensure_ascii=False)})", end="", flush=True)
+        print(f"\n{call.name}({call.arguments})", end="", flush=True)
 
 
 if __name__ == "__main__":
