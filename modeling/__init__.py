@@ -1,4 +1,4 @@
-"""What Flint and Inkling compute, and loading them."""
+"""What the models compute (Flint so far), and loading them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(
         mesh: devices to spread the model over by `sharding.rules`; None uses the default device.
         text_only: leave vision and audio towers out of models that have them; Flint has none.
         router_dtype: "float32" or "bfloat16" (see `modeling.layers.moe.SparseMLP`); None takes the routers' dtype on
-            disk. "bfloat16" rounds float32 routers, with a warning where that loses bits.
+            disk. "bfloat16" rounds float32 routers, with a warning.
         progress: show a bar on stderr.
         config: folder, `config.json` or repository id to read the config from; a GGUF file alone needs it.
 

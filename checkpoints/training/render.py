@@ -13,7 +13,7 @@ from checkpoints.training.tokenizer import CHECKPOINT, END, load_tokenizer
 
 @cache
 def template() -> Any:
-    """The checkpoint's chat template, compiled as the server compiles it."""
+    """The checkpoint's chat template; a test holds its prompts equal to the server's, which takes longer to render."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

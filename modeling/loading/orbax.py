@@ -135,20 +135,16 @@ def abstract_model(checkpoint: Checkpoint, dtype: jnp.dtype, router_dtype: str |
     if not (folder / _STATE).is_dir():
         faults.add(f"{_STATE}/, which holds the weights, is missing")
     faults.raise_any("nothing was read")
-    filled = [
-        struct if struct.dtype == jnp.uint8 else _restored(name, struct, manifest.leaves[name][0], dtype, router_dtype)
+    kinds = {
+        name: struct.dtype
+        if struct.dtype == jnp.uint8
+        else leaf_dtype(name, manifest.leaves[name][0] == "float32", dtype, router_dtype)
         for name, struct in expected.items()
-    ]
+    }
+    if any(flint_names.is_router(name) and str(kinds[name]) != manifest.leaves[name][0] for name in kinds):
+        log.warning("%s: the routers are rounded from float32 to bfloat16", folder)
+    filled = [jax.ShapeDtypeStruct(struct.shape, kinds[name]) for name, struct in expected.items()]
     return jax.tree.unflatten(treedef, filled)
-
-
-def _restored(
-    name: str, struct: jax.ShapeDtypeStruct, disk: str, dtype: jnp.dtype, router_dtype: str | None
-) -> jax.ShapeDtypeStruct:
-    kind = leaf_dtype(name, disk == "float32", dtype, router_dtype)
-    if flint_names.is_router(name) and str(kind) != disk:
-        log.warning("%s is rounded from float32 to bfloat16", name)
-    return jax.ShapeDtypeStruct(struct.shape, kind)
 
 
 def restore(folder: Path, abstract: Flint, shardings: dict[str, NamedSharding] | None) -> Flint:

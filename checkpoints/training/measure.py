@@ -1,6 +1,6 @@
 """Measures the two embedded checkpoints on held-out questions, from their files.
 
-    python -m checkpoints.training.eval --per-kind 100
+    python -m checkpoints.training.measure --per-kind 100
 
 Prints a Markdown table of the accuracies a kind (float32 compute on the stored weights).
 """
