@@ -1,6 +1,6 @@
 """What the gRPC layer asks of the rest: an engine, a tokenizer, and the assembly of both.
 
-They are protocols so that nothing here imports JAX; `serve.engine.Engine` and `serve.stub.StubEngine` both fit.
+They are protocols so that nothing here imports JAX; `serve.engine.Engine` fits, and so does the tests' stub.
 """
 
 from __future__ import annotations
@@ -9,22 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from serve.request import Output, Request
-
-
-class EngineStats(Protocol):
-    """Counts of one moment; totals are since the start."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def kv_pages_used(self) -> int: ...
-    @property
-    def kv_pages_total(self) -> int: ...
+from serve.request import EngineStats, Output, Request
 
 
 class Engine(Protocol):
@@ -36,6 +21,8 @@ class Engine(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def is_alive(self) -> bool: ...  # False once its thread has died of a fault; it answers nothing any more then
     def start(self) -> None: ...
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
     def abort(self, request_id: str) -> bool: ...
@@ -45,8 +32,10 @@ class Engine(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to token ids; `prefix_ids` belong in front of a prompt that is not a chat."""
+    """Text to token ids; `prefix_ids` belong in front of a prompt that is not a chat, `source` is its file."""
 
+    @property
+    def source(self) -> Path | None: ...
     @property
     def prefix_ids(self) -> Sequence[int]: ...
     def encode(self, text: str, *, parse_special: bool = True) -> Sequence[int]: ...
@@ -64,4 +53,6 @@ class Assembled(Protocol):
     @property
     def model_name(self) -> str: ...
     @property
-    def model_dir(self) -> str | Path: ...
+    def model_dir(self) -> Path: ...
+    @property
+    def tokenizer_dir(self) -> Path: ...  # the folder of the tokenizer's files

@@ -40,20 +40,29 @@ def tokenizer_files(folders: Iterable[Path]) -> dict[str, Path]:
     return found
 
 
-def tokenizer_zip(folders: Iterable[Path]) -> bytes:
+def tokenizer_zip(folders: Iterable[Path], source: Path | None = None) -> bytes:
     """One flat zip; the same files give the same bytes, so that a gateway recognises a tokenizer by the sum.
+
+    Args:
+        folders: where the files are, the first to have one wins.
+        source: the file the tokenizer was read from. Out of a GGUF file come the files that its metadata stands for,
+            and go before the folders'.
 
     Raises:
         FileNotFoundError: no tokenizer in these folders.
     """
     folders = list(folders)
-    files = tokenizer_files(folders)
+    files = {name: path.read_bytes() for name, path in tokenizer_files(folders).items()}
+    if source is not None and source.suffix == ".gguf":
+        from serve.text import gguf_metadata
+
+        files |= gguf_metadata.tokenizer_files(gguf_metadata.read_metadata(source))
     if not any(name.startswith(("tokenizer.", "vocab.")) or name.endswith(".tiktoken") for name in files):
         raise FileNotFoundError(f"No tokenizer files in {' or '.join(map(str, folders))}.")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, path in sorted(files.items()):
-            archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)  # a fixed date
+        for name, content in sorted(files.items()):
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)  # a fixed date
     return buffer.getvalue()
 
 

@@ -11,8 +11,6 @@ from serve.grpc.errors import Refusal
 from serve.grpc.stops import TokenStops
 from serve.request import Output, TokenLogprob
 
-LOGPROB_FLOOR = -9999.0  # vLLM's; -inf does not survive JSON
-
 
 class Choice:
     """Collects sequence `index`. Streamed, every token goes out in exactly one chunk, log-probabilities beside it,
@@ -110,11 +108,11 @@ class Choice:
 
 
 def output_logprobs(entries: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None:
-    """One position a generated token; None for none."""
+    """One position a generated token; None for none. The engine has floored the values: all are finite."""
     if not entries:
         return None
     return pb.OutputLogProbs(
-        token_logprobs=[_finite(entry.logprob) for entry in entries],
+        token_logprobs=[entry.logprob for entry in entries],
         token_ids=[entry.token_id for entry in entries],
         top_logprobs=_top(entries),
     )
@@ -123,9 +121,7 @@ def output_logprobs(entries: Sequence[TokenLogprob]) -> pb.OutputLogProbs | None
 def input_logprobs(prompt: Sequence[int], entries: Sequence[TokenLogprob | None]) -> pb.InputLogProbs:
     """One position a prompt token; the first has no value."""
     return pb.InputLogProbs(
-        token_logprobs=[
-            pb.InputTokenLogProb(value=None if entry is None else _finite(entry.logprob)) for entry in entries
-        ],
+        token_logprobs=[pb.InputTokenLogProb(value=None if entry is None else entry.logprob) for entry in entries],
         token_ids=prompt[: len(entries)],
         top_logprobs=_top(entries),
     )
@@ -136,11 +132,4 @@ def _top(entries: Iterable[TokenLogprob | None]) -> list[pb.TopLogProbs]:
     tops = [() if entry is None else entry.top for entry in entries]
     if not any(tops):
         return []
-    return [
-        pb.TopLogProbs(token_ids=[token for token, _ in top], values=[_finite(value) for _, value in top])
-        for top in tops
-    ]
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOGPROB_FLOOR)
+    return [pb.TopLogProbs(token_ids=[token for token, _ in top], values=[value for _, value in top]) for top in tops]

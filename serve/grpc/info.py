@@ -10,14 +10,17 @@ from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from serve.grpc.backend import Assembled, EngineStats
+from serve.grpc.backend import Assembled
+from serve.request import EngineStats
 
 
-def model_info(assembled: Assembled, served_model_name: str, tokenizer_dir: Path) -> pb.GetModelInfoResponse:
+def model_info(assembled: Assembled, served_model_name: str) -> pb.GetModelInfoResponse:
     """Model facts, from the engine and the checkpoint's config.json where there is one."""
-    engine, config = assembled.engine, read_config(Path(assembled.model_dir))
+    engine, config = assembled.engine, read_config(assembled.model_dir)
     model_type = str(config.get("model_type") or "")
     defaults = dict(assembled.generation_config)
+    if defaults.get("top_k", 1) <= 0:  # no limit; gateways know only positive numbers
+        del defaults["top_k"]
     return pb.GetModelInfoResponse(
         model_path=assembled.model_name,
         is_generation=True,
@@ -25,7 +28,7 @@ def model_info(assembled: Assembled, served_model_name: str, tokenizer_dir: Path
         vocab_size=engine.vocab_size,
         supports_vision=False,
         served_model_name=served_model_name,
-        tokenizer_path=str(tokenizer_dir),
+        tokenizer_path=str(assembled.tokenizer_dir),
         model_type=model_type,
         architectures=config.get("architectures") or [],
         eos_token_ids=engine.eos_token_ids,

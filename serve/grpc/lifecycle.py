@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from serve.grpc.backend import Assembled
@@ -56,7 +55,7 @@ async def run(config: ServeConfig, assemble: Assemble | None = None) -> int:
         await server.stop()
         raise
     name = config.served_model_name or assembled.model_name
-    await server.ready(assembled, name, _tokenizer_dir(config, assembled))
+    await server.ready(assembled, name)
     length = assembled.engine.max_model_len
     print(f"firesteel ready: model={name} grpc={server.address} max_model_len={length}", flush=True)
     await first
@@ -95,12 +94,6 @@ def _load(config: ServeConfig, assemble: Assemble | None) -> Assembled:
     )
     assembled.engine.start()
     return assembled
-
-
-def _tokenizer_dir(config: ServeConfig, assembled: Assembled) -> Path | None:
-    """The folder of a tokenizer that is not with the model: where the assembly put it, else what was asked for."""
-    folder = getattr(assembled, "tokenizer_dir", None) or config.tokenizer
-    return None if folder is None else Path(folder)
 
 
 class _Signals:

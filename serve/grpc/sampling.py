@@ -17,6 +17,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from serve.grpc.errors import Refusal
 from serve.request import InvalidRequest, SamplingParams
 
+MAX_OUTPUTS = 128  # of one request
+
 _NEGATIVE = 2**31  # a uint32 from here on is a negative number that lost its sign on the way
 _NO_LIMIT = 2**32 - 1  # a top_k of -1, without its sign
 
@@ -41,10 +43,11 @@ class Wanted:
 
 
 def request_sampling(request: pb.GenerateRequest, defaults: Mapping[str, Any]) -> tuple[SamplingParams, Wanted]:
-    """The request's sampling, or `defaults` (field name to value) where it has none; raises as below."""
-    if request.HasField("sampling_params"):
-        return sampling_from_proto(request.sampling_params)
-    return sampling_from_proto(pb.SamplingParams(**defaults))
+    """The request's sampling, or `defaults` (engine's field name to value) where it has none; raises as below."""
+    sampling, wanted = sampling_from_proto(request.sampling_params)
+    if not request.HasField("sampling_params"):
+        sampling = dataclasses.replace(sampling, **{name: v for name, v in defaults.items() if v is not None})
+    return sampling, wanted
 
 
 def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Wanted]:
@@ -54,7 +57,7 @@ def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Want
     nothing without a constraint.
 
     Raises:
-        InvalidRequest: a count below zero, or an empty stop string.
+        InvalidRequest: a count below zero, more than MAX_OUTPUTS outputs, or an empty stop string.
         Refusal: UNIMPLEMENTED for constrained output.
     """
     _refuse_constraint(params)
@@ -62,6 +65,8 @@ def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Want
     for name in ("max_tokens", "min_tokens", "n"):
         if getattr(params, name) >= _NEGATIVE:
             raise InvalidRequest(f"{name} is {getattr(params, name) - 2**32}; it cannot be negative.")
+    if params.n > MAX_OUTPUTS:
+        raise InvalidRequest(f"n is {params.n}; one request may have {MAX_OUTPUTS} outputs. Send several requests.")
     if "" in params.stop:
         raise InvalidRequest("A stop string is empty; leave it out.")
     truncate = _optional(params, "truncate_prompt_tokens")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -14,8 +14,11 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from serve.grpc.backend import Assembled
 from serve.grpc.vllm import SERVICE_NAME, VllmEngineServicer
 
+log = logging.getLogger("serve.grpc")
+
 MEBIBYTE = 1024 * 1024
 DEFAULT_MAX_MESSAGE_MB = 256
+_WATCH_SECONDS = 0.5  # between two looks at the engine
 _FLUSH_SECONDS = 2.0  # for the last messages of requests that the drain ended
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -59,6 +62,7 @@ class Server:
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._grpc = grpc.aio.server(options=server_options(max_message_mb))
         self._assembled: Assembled | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -86,13 +90,12 @@ class Server:
         self.port = bound
         await self._grpc.start()
 
-    async def ready(self, assembled: Assembled, served_model_name: str, tokenizer_dir: Path | None = None) -> None:
-        """Serves `assembled`, whose engine has started. `tokenizer_dir`: where its tokenizer is, if not with it."""
+    async def ready(self, assembled: Assembled, served_model_name: str) -> None:
+        """Serves `assembled`, whose engine has started; reports NOT_SERVING should that engine die."""
         self._assembled = assembled
-        paths = (tokenizer_dir, Path(assembled.model_dir))
-        folders = tuple(path.parent if path.is_file() else path for path in paths if path is not None)
-        self.servicer.ready(assembled, served_model_name, folders)
+        self.servicer.ready(assembled, served_model_name)
         await self._set_health(_SERVING)
+        self._watch = asyncio.create_task(self._watch_engine(assembled))
 
     async def drain(self, seconds: float) -> None:
         """Reports NOT_SERVING, refuses new requests, and gives the running ones `seconds` to finish.
@@ -110,7 +113,16 @@ class Server:
 
     async def stop(self) -> None:
         """Closes connections at once; requests still running are cancelled, and leave the engine."""
+        if self._watch is not None:
+            self._watch.cancel()
         await self._grpc.stop(grace=None)
+
+    async def _watch_engine(self, assembled: Assembled) -> None:
+        while assembled.engine.is_alive:
+            await asyncio.sleep(_WATCH_SECONDS)
+        log.error("The engine has failed: not serving any more. Restart the server")
+        self.servicer.engine_died()
+        await self._set_health(_NOT_SERVING)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE_NAME):

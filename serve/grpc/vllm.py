@@ -18,7 +18,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,6 +32,9 @@ from serve.grpc.mailbox import Mailbox
 from serve.grpc.sampling import Wanted, request_sampling, seeded
 from serve.grpc.stops import TokenStops
 from serve.request import EngineClosed, InvalidRequest, Output, Request, SamplingParams
+
+_ENGINE_DIED = "This server's engine has failed; send the request to another server, and restart this one."
+_ABORTED_EARLY = "The request was aborted before it started."
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
@@ -61,6 +63,7 @@ def _refused(status: grpc.StatusCode, message: str) -> Any:
 class _Call:
     """One Generate call. `engine_ids` are its sequences in the engine, by index."""
 
+    mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
     engine_ids: list[str] = dataclasses.field(default_factory=list)
     aborted: bool = False
 
@@ -71,7 +74,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(self):
         self._assembled: Assembled | None = None
         self._served_model_name = ""
-        self._folders: tuple[Path, ...] = ()
         self._draining = False
         self._calls: dict[str, _Call] = {}
         self._serial = itertools.count()
@@ -79,13 +81,19 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_receive = 0.0
         self._trace_dir: str | None = None
 
-    def ready(self, assembled: Assembled, served_model_name: str, folders: tuple[Path, ...]) -> None:
-        """The model is loaded. `folders` hold the tokenizer's files, the first to have one wins."""
-        self._assembled, self._served_model_name, self._folders = assembled, served_model_name, folders
+    def ready(self, assembled: Assembled, served_model_name: str) -> None:
+        """The model is loaded, and its engine has started."""
+        self._assembled, self._served_model_name = assembled, served_model_name
 
     def drain(self) -> None:
         """Refuses new requests from here on."""
         self._draining = True
+
+    def engine_died(self) -> None:
+        """Ends the calls under way with UNAVAILABLE: nobody else will."""
+        for call in self._calls.values():
+            for index, engine_id in enumerate(call.engine_ids):
+                call.mailbox.put(index, Output(engine_id, finish_reason="error"))
 
     @property
     def num_active(self) -> int:
@@ -101,6 +109,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         assembled = self._loaded()
         if self._draining:
             raise EngineClosed("This server is shutting down; send the request to another one.")
+        if not assembled.engine.is_alive:
+            raise EngineClosed(_ENGINE_DIED)
         _refuse_unsupported(request)
         request_id = request.request_id or uuid.uuid4().hex
         if request_id in self._calls:
@@ -125,9 +135,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         sampling, wanted = request_sampling(request, assembled.generation_config)
         prompt = await _prompt(request, sampling, wanted, assembled)
         if call.aborted:
-            raise Refusal(grpc.StatusCode.CANCELLED, "The request was aborted before it started.")
-        mailbox = Mailbox()
-        self._submit(request_id, call, prompt, sampling, wanted.n, assembled.engine, mailbox)
+            raise Refusal(grpc.StatusCode.CANCELLED, _ABORTED_EARLY)
+        await self._submit(request_id, call, prompt, sampling, wanted.n, assembled.engine)
         choices = [
             Choice(
                 index,
@@ -138,11 +147,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             for index in range(wanted.n)
         ]
         while not all(choice.finished for choice in choices):
-            for index, output in await mailbox.get():
+            for index, output in await call.mailbox.get():
                 choice = choices[index]
                 if choice.finished:  # by a stop string; the engine's own end follows
                     continue
-                _check_aborted(output, call)
+                _check_ended_by_server(output, call, assembled.engine)
                 if output.prompt_logprobs is None:
                     messages = choice.advance(output)
                 else:  # a long prompt's take a second to convert; other streams go on
@@ -152,7 +161,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 for message in messages:
                     await context.write(message)
 
-    def _submit(
+    async def _submit(
         self,
         request_id: str,
         call: _Call,
@@ -160,7 +169,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         sampling: SamplingParams,
         n: int,
         engine: Engine,
-        mailbox: Mailbox,
     ) -> None:
         # The serial keeps the engine's ids apart when a client uses one again at once: the engine may still be
         # taking out the sequence that a stop string ended.
@@ -168,8 +176,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         for index in range(n):
             engine_id = f"{request_id}/{serial}/{index}"
             engine_request = Request(engine_id, prompt, seeded(sampling, index))
-            engine.submit(engine_request, functools.partial(mailbox.put, index))
+            engine.submit(engine_request, functools.partial(call.mailbox.put, index))
             call.engine_ids.append(engine_id)
+            await asyncio.sleep(0)  # the engine has read the whole prompt: other calls' turn
+            if call.aborted:
+                raise Refusal(grpc.StatusCode.CANCELLED, _ABORTED_EARLY)
 
     @_with_status
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
@@ -194,6 +205,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             return pb.HealthCheckResponse(healthy=False, message="The model is loading.")
         if self._draining:
             return pb.HealthCheckResponse(healthy=False, message="The server is shutting down.")
+        if not self._assembled.engine.is_alive:
+            return pb.HealthCheckResponse(healthy=False, message=_ENGINE_DIED)
         return pb.HealthCheckResponse(healthy=True, message="Ready.")
 
     @_with_status
@@ -201,7 +214,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
         """Names, sizes, end tokens, and the sampling defaults a gateway should apply."""
-        return info.model_info(self._loaded(), self._served_model_name, self._folders[0])
+        return info.model_info(self._loaded(), self._served_model_name)
 
     @_with_status
     async def GetServerInfo(
@@ -225,8 +238,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         """The tokenizer's files as one zip, in chunks; SHA-256 on the last."""
         try:
-            self._loaded()
-            data = await asyncio.to_thread(bundle.tokenizer_zip, self._folders)
+            assembled = self._loaded()
+            folders = (assembled.tokenizer_dir, assembled.model_dir)
+            data = await asyncio.to_thread(bundle.tokenizer_zip, folders, assembled.tokenizer.source)
         except EngineClosed as error:
             await abort_with(context, error)
         except OSError as error:
@@ -264,7 +278,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return common_pb2.ProfileResponse(success=True, message=f"The profile is in {trace_dir}.")
 
     Embed = _refused(grpc.StatusCode.UNIMPLEMENTED, "This server generates text; it has no embeddings.")
-    FlushCache = _refused(grpc.StatusCode.UNIMPLEMENTED, "This server's prefix cache cannot be flushed.")
+    FlushCache = _refused(grpc.StatusCode.UNIMPLEMENTED, "This server has no prefix cache to flush.")
     SubscribeKvEvents = _refused(grpc.StatusCode.UNIMPLEMENTED, "This server publishes no KV-cache events.")
 
     def _loaded(self) -> Assembled:
@@ -324,13 +338,15 @@ def _stops(wanted: Wanted, sampling: SamplingParams, assembled: Assembled) -> To
 
     return TokenStops(
         IncrementalDetokenizer(assembled.tokenizer, skip_special_tokens=wanted.skip_special_tokens),
-        StopStrings(wanted.stop, include_stop=False),
+        StopStrings(wanted.stop),
         include_stop=wanted.include_stop,
         min_tokens=sampling.min_tokens,
     )
 
 
-def _check_aborted(output: Output, call: _Call) -> None:
+def _check_ended_by_server(output: Output, call: _Call, engine: Engine) -> None:
     """An end nobody asked for is no answer: the client may send the request to another server."""
+    if output.finish_reason == "error" and not engine.is_alive:
+        raise EngineClosed(_ENGINE_DIED)
     if output.finish_reason == "abort" and not call.aborted:
         raise EngineClosed("This server is shutting down and did not finish the request; send it again.")

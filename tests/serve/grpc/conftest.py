@@ -1,5 +1,5 @@
 import pytest
-from grpc_harness import Harness, write_tokenizer
+from grpc_harness import Harness, running_loop, write_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -9,13 +9,19 @@ def model_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def loop():
+    with running_loop() as loop:
+        yield loop
+
+
 @pytest.fixture
-def serving(model_folder):
+def serving(loop, model_folder):
     """Starts servers: `serving(**engine settings)`, stopped after the test."""
     running = []
 
     def start(**settings) -> Harness:
-        running.append(Harness(model_folder, **settings).__enter__())
+        running.append(Harness(loop, model_folder, **settings).__enter__())
         return running[-1]
 
     yield start
@@ -24,7 +30,7 @@ def serving(model_folder):
 
 
 @pytest.fixture(scope="module")
-def quick(model_folder):
+def quick(loop, model_folder):
     """One server for tests that only ask it; its engine needs no time."""
-    with Harness(model_folder) as harness:
+    with Harness(loop, model_folder) as harness:
         yield harness

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import tokenizers
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
+from stub_engine import StubEngine
 
 from serve.grpc.server import Server
-from serve.stub import StubEngine
-from serve.text.tokenizer import load_tokenizer
+from serve.text.load import load_tokenizer
 
 SENTENCE = "A wide blue sky above"
 END = "<|endoftext|>"
@@ -62,28 +65,51 @@ class StubModel:
     generation_config: dict
     model_name: str
     model_dir: Path
+    tokenizer_dir: Path
 
 
 def stub_model(folder: Path, **engine_settings) -> StubModel:
     settings = {"vocab_size": 1024, "eos_token_ids": (0,)} | engine_settings
     generation_config = {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
-    return StubModel(StubEngine(**settings), load_tokenizer(folder), generation_config, "stub-flint", folder)
+    return StubModel(StubEngine(**settings), load_tokenizer(folder), generation_config, "stub-flint", folder, folder)
+
+
+@contextlib.contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop in a thread. All servers of a test run share one: gRPC keeps what it ever bound to a loop until
+    the last of its servers is gone, and then touches every one of these loops, which must not be closed yet.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    gc.collect()
+    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(20)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 class Harness:
     """Use as a context manager. `load=False` leaves the server as it is while a model loads."""
 
-    def __init__(self, folder: Path, *, load: bool = True, max_message_mb: int = 256, **engine_settings):
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        folder: Path,
+        *,
+        load: bool = True,
+        max_message_mb: int = 256,
+        **engine_settings,
+    ):
         self.model = stub_model(folder, **engine_settings)
         self.engine, self.tokenizer = self.model.engine, self.model.tokenizer
         self.engine.start()
         self._load, self._max_message_mb = load, max_message_mb
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._loop = loop
         self._channels: list[grpc.Channel] = []
 
     def __enter__(self) -> Harness:
-        self._thread.start()
         self.server = self.call(self._make())
         self.channel = self.connect()
         self.stub = pb_grpc.VllmEngineStub(self.channel)
@@ -101,9 +127,6 @@ class Harness:
             channel.close()
         self.call(self.server.stop())
         self.engine.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
     def call(self, coroutine, timeout: float = 20.0):
         """Runs a coroutine in the server's loop."""

@@ -3,16 +3,14 @@
 import openai
 import pytest
 from gateway import gateway
-from grpc_harness import SENTENCE, Harness, write_tokenizer
+from grpc_harness import SENTENCE, Harness
 
 MODEL = "served-name"
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    with Harness(folder, step_seconds=0.001) as harness:
+def harness(loop, model_folder):
+    with Harness(loop, model_folder, step_seconds=0.001) as harness:
         yield harness
 
 

@@ -59,6 +59,7 @@ def with_rank(rank: int) -> pb.GenerateRequest:
         (request([5], max_tokens=2**32 - 3), "max_tokens is -3"),
         (request([5], min_tokens=2**32 - 1), "min_tokens is -1"),
         (request([5], n=2**32 - 1), "n is -1"),
+        (request([5], n=129), "may have 128 outputs"),
         (request([5], temperature=-1.0), "temperature"),
         (request([5], top_p=1.5), "top_p"),
         (request([5], logprobs=-1), "logprobs"),

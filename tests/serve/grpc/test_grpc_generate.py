@@ -146,6 +146,16 @@ def test_unmatched_stop_string_changes_nothing(quick):
     assert [token for chunk in chunks(held) for token in chunk.token_ids] == [*ids, 0]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_pa19_tokens_held_for_a_stop_string_all_arrive(quick, stream):
+    """Its beginning, then control tokens, just before the end: none is lost, none is cut."""
+    ids = quick.encode(f"{SENTENCE}<|user|><|assistant|>")
+    messages = quick.generate([*ids, 0], stream=stream, stop=["above<|user|><|assistant|>!", "|>!"])
+    complete = completes(messages)[0]
+    assert list(complete.output_ids) == [*ids, 0] and complete.matched_token_id == 0
+    assert [token for chunk in chunks(messages) for token in chunk.token_ids] == ([*ids, 0] if stream else [])
+
+
 def test_the_end_token_ends_even_when_its_text_is_a_stop_string(quick):
     complete = quick.complete(f"A{END}", stop=[END])
     assert (complete.WhichOneof("matched_stop"), complete.matched_token_id) == ("matched_token_id", 0)
@@ -199,15 +209,6 @@ def test_sa07_streamed_logprobs_match_one_shot_under_a_stop_string(quick):
     assert streamed[0].input_logprobs == one_shot.input_logprobs
 
 
-def test_sa08_minus_infinity_is_floored():
-    from serve.grpc.choice import output_logprobs
-    from serve.request import TokenLogprob
-
-    entry = TokenLogprob(3, float("-inf"), ((3, float("-inf")),))
-    logprobs = output_logprobs([entry])
-    assert logprobs.token_logprobs[0] == logprobs.top_logprobs[0].values[0] == -9999.0
-
-
 def test_truncate_prompt_tokens_keeps_the_end(serving):
     harness = serving(max_model_len=20)
     harness.complete(range(1, 30), truncate_prompt_tokens=5, max_tokens=1)
@@ -240,7 +241,7 @@ def test_tokens_after_a_stop_string_in_one_output_are_dropped(quick):
 
     ids = quick.encode(SENTENCE)
     detokenizer = IncrementalDetokenizer(quick.tokenizer, skip_special_tokens=True)
-    stops = TokenStops(detokenizer, StopStrings(["sky"], include_stop=False), include_stop=False, min_tokens=0)
+    stops = TokenStops(detokenizer, StopStrings(["sky"]), include_stop=False, min_tokens=0)
     choice = Choice(0, stream=False, prompt_token_ids=ids, stops=stops)
     output = Output("r", tuple(ids), tuple(TokenLogprob(i, -1.0) for i in ids), finish_reason="length")
     (message,) = choice.advance(dataclasses.replace(output, num_prompt_tokens=5))
@@ -256,6 +257,14 @@ def test_a_request_without_sampling_params_gets_the_checkpoints_defaults(quick):
     sampling = quick.engine.submitted[calls].sampling
     assert (sampling.temperature, sampling.top_k) == (pytest.approx(0.7), 20)
     assert sampling.top_p == pytest.approx(0.95)
+
+
+def test_defaults_of_no_limit_are_understood(serving):
+    harness = serving(load=False)
+    harness.model.generation_config = {"temperature": 0.0, "top_k": -1, "top_p": None}
+    harness.load()
+    assert list(harness.stub.Generate(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[5, 0])), timeout=5))
+    assert harness.engine.submitted[-1].sampling == SamplingParams(temperature=0.0, top_k=-1)
 
 
 @pytest.mark.parametrize("top_k", [2**32 - 2, 2**31])

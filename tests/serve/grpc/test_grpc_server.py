@@ -1,6 +1,5 @@
 """Health, reflection, keepalive, information and the tokenizer."""
 
-import asyncio
 import hashlib
 import io
 import json
@@ -10,6 +9,7 @@ import threading
 import time
 import types
 import zipfile
+from pathlib import Path
 
 import grpc
 import pytest
@@ -21,9 +21,11 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from serve.grpc import server as server_module
 from serve.grpc.server import Server, server_options
-from serve.text.tokenizer import load_tokenizer
+from serve.text import gguf_metadata
+from serve.text.load import load_tokenizer
 
 Health = health_pb2.HealthCheckResponse
+EMBEDDED = Path(__file__).parents[3] / "checkpoints"
 SERVICE = "vllm.grpc.engine.VllmEngine"
 
 
@@ -68,6 +70,26 @@ def test_drain_ends_what_takes_too_long_with_unavailable(serving):
         list(running)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE and "send it again" in error.value.details()
     assert not harness.busy()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_engine_is_noticed(serving, caplog, stream):
+    harness = serving(prefill_seconds=60)
+    watch = health_pb2_grpc.HealthStub(harness.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert next(watch).status == Health.SERVING
+    running = harness.stub.Generate(request([5, 6], stream=stream, n=2), timeout=10)
+    harness.wait_for(lambda stats: stats.num_running == 2)
+    harness.engine.die()
+    with pytest.raises(grpc.RpcError) as error:
+        list(running)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE and "engine has failed" in error.value.details()
+    assert next(watch).status == check(harness) == check(harness, SERVICE) == Health.NOT_SERVING
+    assert not harness.stub.HealthCheck(pb.HealthCheckRequest()).healthy
+    with pytest.raises(grpc.RpcError) as error:
+        harness.generate([5])
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE and "engine has failed" in error.value.details()
+    assert [record.levelname for record in caplog.records if "engine" in record.message] == ["ERROR"]
+    watch.cancel()
 
 
 def test_gr08_unknown_service(quick):
@@ -121,7 +143,7 @@ def test_reflection_lists_the_services(quick):
     assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
 
-def test_a_taken_port_is_an_error():
+def test_a_taken_port_is_an_error(quick):
     async def start_and_stop(port: int) -> None:
         server = Server("127.0.0.1", port)
         try:
@@ -143,7 +165,7 @@ def test_a_taken_port_is_an_error():
         finally:
             await first.stop()
 
-    asyncio.run(scenario())
+    quick.call(scenario())
 
 
 def test_model_info(quick):
@@ -154,6 +176,14 @@ def test_model_info(quick):
     assert facts.is_generation and not facts.supports_vision
     # What a gateway fills in where a request leaves it open.
     assert json.loads(facts.default_sampling_params_json) == {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
+
+
+def test_model_info_leaves_out_a_top_k_without_limit(serving):
+    harness = serving(load=False)
+    harness.model.generation_config = {"temperature": 0.0, "top_k": -1}
+    harness.load()
+    facts = harness.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+    assert json.loads(facts.default_sampling_params_json) == {"temperature": 0.0}
 
 
 def test_server_info_and_loads(serving):
@@ -195,7 +225,8 @@ def test_tokenizer_chunks_and_folder_of_its_own(serving, tmp_path):
     harness = serving(load=False)
     noise = "".join(hashlib.sha256(str(i).encode()).hexdigest() for i in range(4000))
     (tmp_path / "tokenizer.json").write_text(noise)
-    harness.call(harness.server.ready(harness.model, "name", tmp_path))
+    harness.model.tokenizer_dir = tmp_path
+    harness.load()
     assert harness.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5).tokenizer_path == str(tmp_path)
     pieces, data = fetch_tokenizer(harness)
     assert len(pieces) > 2 and max(len(piece.data) for piece in pieces) == 64 * 1024
@@ -204,9 +235,36 @@ def test_tokenizer_chunks_and_folder_of_its_own(serving, tmp_path):
         assert "config.json" in archive.namelist()  # the model's fills in
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_tokenizer_out_of_a_gguf_file(serving, tmp_path, whole):
+    """The embedded checkpoint's, with and without the tokenizer.json that its file carries."""
+    source = EMBEDDED / "flint-tiny-nvfp4" / "model-nvfp4.gguf"
+    metadata = gguf_metadata.read_metadata(source)
+    if not whole:
+        metadata = {n: v for n, v in metadata.items() if n != "tokenizer.huggingface.json"}
+        metadata["tokenizer.ggml.pre"] = "qwen2"
+    for name, content in gguf_metadata.tokenizer_files(metadata).items():
+        (tmp_path / name).write_bytes(content)
+    built, expected = load_tokenizer(tmp_path), gguf_metadata.from_metadata(metadata)
+    assert built.chat_template == expected.chat_template
+    assert built.template_variables == expected.template_variables
+    assert built.special_tokens == expected.special_tokens
+    text = f"<|user|>{SENTENCE}<think>"
+    assert built.encode(text, parse_special=True) == expected.encode(text, parse_special=True)
+    if whole:
+        harness = serving(load=False)
+        harness.model.tokenizer = load_tokenizer(source)
+        harness.model.model_dir = harness.model.tokenizer_dir = source.parent
+        harness.load()
+        with zipfile.ZipFile(io.BytesIO(fetch_tokenizer(harness)[1])) as archive:
+            names = {path.name for path in tmp_path.iterdir()} | {"config.json", "generation_config.json"}
+            assert set(archive.namelist()) == names
+            assert archive.read("tokenizer.json") == (EMBEDDED / "flint-tiny" / "tokenizer.json").read_bytes()
+
+
 def test_missing_tokenizer_files_are_reported(serving, tmp_path):
     harness = serving(load=False)
-    harness.model.model_dir = tmp_path
+    harness.model.model_dir = harness.model.tokenizer_dir = tmp_path
     harness.load()
     with pytest.raises(grpc.RpcError) as error:
         fetch_tokenizer(harness)

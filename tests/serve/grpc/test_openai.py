@@ -1,4 +1,4 @@
-"""The whole way: the embedded checkpoint, its server, smg, the openai client, as the README shows it."""
+"""The whole way: the embedded checkpoints, their server, smg, the openai client, as the README shows it."""
 
 import json
 import os
@@ -12,31 +12,35 @@ import pytest
 from gateway import gateway
 
 ROOT = Path(__file__).parents[3]
-MODEL = "flint-tiny"
+NVFP4 = "checkpoints/flint-tiny-nvfp4"  # one GGUF file: the gateway gets the tokenizer inside it
+# Options of the server -> the name it gives the model.
+MODELS = {(): "flint-tiny", ("--model", NVFP4): NVFP4}
 WEATHER = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
+@pytest.fixture(scope="module", params=MODELS, ids=MODELS.values())
+def client(request, tmp_path_factory):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "serve.grpc", "--port", "0"]
+    command = [sys.executable, "-m", "serve.grpc", "--port", "0", *request.param]
     server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert server.stdout is not None
     address = re.search(r"grpc=(\S+)", server.stdout.readline())
     assert address
     options = ("--reasoning-parser", "glm45", "--tool-call-parser", "glm47_moe")
-    with gateway(address[1], MODEL, tmp_path_factory.mktemp("gateway") / "log", *options) as client:
+    with gateway(address[1], MODELS[request.param], tmp_path_factory.mktemp("gateway") / "log", *options) as client:
         yield client
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=60) == 0
 
 
-def ask(client, text, **options):
-    messages = [{"role": "user", "content": text}]
-    return client.chat.completions.create(model=MODEL, messages=messages, temperature=0, **options)
+def ask(client, messages, **options):
+    """The greedy answer to one question, or to a conversation, of the one model there is."""
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    model = client.models.list().data[0].id
+    return client.chat.completions.create(model=model, messages=messages, temperature=0, **options)
 
 
 def test_an_answer_with_its_reasoning_and_usage(client):
@@ -80,5 +84,5 @@ def test_a_second_turn_uses_the_tools_result(client):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": '{"temperature": 21, "sky": "sunny"}'},
     ]
-    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], temperature=0)
+    answer = ask(client, messages, tools=[WEATHER])
     assert "21" in answer.choices[0].message.content

@@ -6,26 +6,21 @@ server on it therefore chooses the output by choosing the prompt, end tokens and
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from serve.request import Completion, EngineBusy, EngineClosed, InvalidRequest, Output, Request, TokenLogprob
+from serve.request import (
+    Completion,
+    EngineBusy,
+    EngineClosed,
+    EngineStats,
+    InvalidRequest,
+    Output,
+    Request,
+    TokenLogprob,
+)
 from serve.validate import check_request
-
-
-@dataclasses.dataclass(frozen=True)
-class StubStats:
-    """What `serve.engine.EngineStats` reports; the stub's pages are its slots."""
-
-    num_running: int
-    num_waiting: int
-    num_slots: int
-    kv_pages_used: int
-    kv_pages_total: int
-    prompt_tokens_total: int
-    generation_tokens_total: int
 
 
 class _Sequence:
@@ -69,6 +64,7 @@ class StubEngine:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.compiles_since_ready = 0
+        self.is_alive = True
         self.submitted: list[Request] = []
         self._num_slots, self._max_queue = num_slots, max_queue
         self._step_seconds, self._prefill_seconds, self._fail_after = step_seconds, prefill_seconds, fail_after
@@ -128,10 +124,10 @@ class StubEngine:
                 error=outputs[-1].error,
             )
 
-    def stats(self) -> StubStats:
-        """Counts of this moment."""
+    def stats(self) -> EngineStats:
+        """Counts of this moment; the stub's pages are its slots."""
         with self._changed:
-            return StubStats(
+            return EngineStats(
                 num_running=len(self._running),
                 num_waiting=len(self._waiting),
                 num_slots=self._num_slots,
@@ -158,6 +154,13 @@ class StubEngine:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+
+    def die(self) -> None:
+        """As when the real engine's thread dies: nothing comes any more, and nobody is told."""
+        self.is_alive = False
+        with self._changed:
+            self._accepting, self._closed = False, True
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
