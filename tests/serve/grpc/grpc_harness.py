@@ -74,6 +74,15 @@ def stub_model(folder: Path, **engine_settings) -> StubModel:
     return StubModel(StubEngine(**settings), load_tokenizer(folder), generation_config, "stub-flint", folder, folder)
 
 
+async def _end_tasks() -> None:
+    """What `asyncio.run` does before it closes its loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
 @contextlib.contextmanager
 def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
     """An event loop in a thread. All servers of a test run share one: gRPC keeps what it ever bound to a loop until
@@ -84,7 +93,7 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.start()
     yield loop
     gc.collect()
-    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(20)
+    asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result(20)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
