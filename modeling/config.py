@@ -23,8 +23,10 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: a checkpoint folder needs it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): the file may be truncated") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
@@ -38,7 +40,7 @@ def load_config(folder: Path) -> FlintConfig:
     """
     raw = read_json(Path(folder) / "config.json")
     model_type = raw.get("model_type")
-    if model_type not in CONFIGS:
+    if not isinstance(model_type, str) or model_type not in CONFIGS:
         raise CheckpointError(
             f"{folder}/config.json has model_type {model_type!r}; this engine runs {', '.join(sorted(CONFIGS))}"
         )

@@ -139,7 +139,8 @@ def filter_logits(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: 
 
     def apply_top_p() -> jax.Array:
         weights = jnp.exp(by_k)
-        wanted = top_p * weights.sum(-1)
+        # Never nothing: the most likely token weighs 1, and a denormal product would be flushed to 0.
+        wanted = jnp.maximum(top_p * weights.sum(-1), 1e-6)
         threshold = _largest_threshold(order, lambda kept: jnp.where(kept, weights, 0).sum(-1) >= wanted)
         return jnp.where((order >= threshold[:, None]) | (top_p >= 1)[:, None], by_k, -jnp.inf)
 

@@ -91,9 +91,9 @@ def read_tokens(path: Path) -> np.ndarray:
         tokens = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, OSError, MemoryError, OverflowError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a .npy array: {error}") from None
-    if not isinstance(tokens, np.ndarray) or tokens.ndim not in (1, 2) or not np.issubdtype(tokens.dtype, np.integer):
+    if not isinstance(tokens, np.ndarray) or tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
         raise ValueError(f"{path} must hold integer token ids, [batch, seq]")
     if tokens.size == 0:
         raise ValueError(f"{path} holds no tokens")
@@ -125,20 +125,20 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.media or args.mtp:
             raise ValueError("Flint takes no media and has no multi-token prediction; leave --media and --mtp out")
-        if not args.out.parent.is_dir():
-            raise ValueError(f"the folder of --out {args.out} does not exist")
+        if not args.out.parent.is_dir() or args.out.is_dir():
+            raise ValueError(f"--out {args.out} must name a file in a folder that exists")
         tokens = read_tokens(args.tokens)
 
         from modeling import load
 
         model = load(args.checkpoint, dtype=args.dtype)
         check_tokens(tokens, model.config.vocab_size, model.config.max_position_embeddings)
+        logits = score(model, tokens)
+        with args.out.open("wb") as file:  # np.savez would append .npz to another name
+            np.savez(file, logits=logits)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    logits = score(model, tokens)
-    with args.out.open("wb") as file:  # np.savez would append .npz to another name
-        np.savez(file, logits=logits)
     return 0
 
 

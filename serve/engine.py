@@ -85,6 +85,8 @@ class Engine:
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.vocab_size = model.config.vocab_size
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *model.config.eos_token_ids)))
+        if strange := [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]:
+            raise ValueError(f"end token ids {strange} are outside the vocabulary 0..{self.vocab_size - 1}")
         if len(self.eos_token_ids) > MAX_STOP_TOKENS:
             raise ValueError(f"{len(self.eos_token_ids)} end tokens; at most {MAX_STOP_TOKENS} are supported")
         if any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(model)):
@@ -293,7 +295,13 @@ class Engine:
     def _step(self) -> None:
         """Admits what fits, runs one prompt chunk, then lets every decoding slot generate a few tokens."""
         while sequence := self._scheduler.admit_next():
-            self._programs.admit(sequence.slot, self._admission(sequence))
+            try:
+                row = self._admission(sequence)
+            except Exception as error:  # on the host, before anything shared was touched: only this request is lost
+                log.exception("request %s could not be admitted", sequence.request.request_id)
+                self._end(sequence, self._last_output(sequence, "error", f"the request could not be admitted: {error}"))
+                continue
+            self._programs.admit(sequence.slot, row)
         prefill = self._scheduler.next_prefill()
         if prefill:
             self._prefill_chunk(prefill)
@@ -441,7 +449,7 @@ class Engine:
     def _call_back(sequence: Sequence, output: Output) -> None:
         try:
             sequence.on_output(output)
-        except Exception:  # one reader's fault must not end the others' requests
+        except BaseException:  # one reader's fault, whatever it is, must not end the others' requests
             log.exception("on_output of request %s raised", output.request_id)
 
     def _warm_up(self) -> None:

@@ -31,7 +31,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0, -1 or at least the vocabulary size mean no limit.
         top_p: keep the smallest set whose probability reaches this, in (0, 1].
         min_p: drop tokens less likely than this times the most likely one, in [0, 1].
-        repetition_penalty: > 0; over prompt and output tokens, divides positive logits, multiplies negative ones.
+        repetition_penalty: in [0.01, 100]; divides the positive logits of prompt and output tokens, multiplies the
+            negative ones.
         presence_penalty: subtracted once from the logit of every token already generated.
         frequency_penalty: subtracted as many times as the token was generated.
         logit_bias: token id -> value added to its logit.

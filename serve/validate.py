@@ -47,7 +47,7 @@ def check_sampling(s: SamplingParams, vocab_size: int, num_eos: int) -> None:
     need(s.top_k >= -1, f"top_k must be -1 or 0 (no limit) or positive, not {s.top_k}")
     need(0 < s.top_p <= 1, f"top_p must be in (0, 1], not {s.top_p}")
     need(0 <= s.min_p <= 1, f"min_p must be in [0, 1], not {s.min_p}")
-    need(s.repetition_penalty > 0, f"repetition_penalty must be positive, not {s.repetition_penalty}")
+    need(0.01 <= s.repetition_penalty <= 100, f"repetition_penalty must be in [0.01, 100], not {s.repetition_penalty}")
     for name in ("presence_penalty", "frequency_penalty"):
         need(-2 <= getattr(s, name) <= 2, f"{name} must be in [-2, 2], not {getattr(s, name)}")
     need(s.max_tokens is None or s.max_tokens >= 1, f"max_tokens must be at least 1, not {s.max_tokens}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,10 +115,17 @@ def _problems(c: FlintConfig):
         yield f"sparse_layers has {len(c.sparse_layers)} entries, num_hidden_layers is {c.num_hidden_layers}"
     if unknown := sorted(set(c.layer_types) - {FULL, SLIDING}):
         yield f"layer_types may hold {FULL!r} and {SLIDING!r}, not {', '.join(map(repr, unknown))}"
+    if c.max_position_embeddings < 2:
+        yield f"max_position_embeddings {c.max_position_embeddings} leaves no room for a prompt and an answer"
     if not c.rope_theta > 0:
         yield f"rope_theta must be positive, not {c.rope_theta}"
     if not c.rms_norm_eps > 0:
         yield f"rms_norm_eps must be positive, not {c.rms_norm_eps}"
+
+
+_KIND_NAMES = {
+    int: "an integer", float: "a finite number", bool: "true or false", list: "a list", dict: "an object"
+}  # fmt: skip
 
 
 class _Reader:
@@ -136,11 +144,20 @@ class _Reader:
                 self.faults.append(f"{name} is missing")
             return default
         numeric = kind in (int, float) and isinstance(value, bool)
-        if kind is float and isinstance(value, int):
+        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e30:
             value = float(value)
-        if not isinstance(value, kind) or numeric:
-            self.faults.append(f"{name} must be {kind.__name__}, not {value!r}")
+        if not isinstance(value, kind) or numeric or (kind is float and not math.isfinite(value)):
+            self.faults.append(f"{name} must be {_KIND_NAMES[kind]}, not {value!r:.60}")
             return default
+        return value
+
+    def size(self, name: str, required: bool = False) -> int:
+        """A dimension; 1 stands in for an unusable one."""
+        value = self.field(name, int, 1 if required else getattr(FlintConfig, name), required)
+        limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if value > limit:
+            self.faults.append(f"{name} = {value:.3e} is beyond {limit}, which no checkpoint of this family has")
+            return 1
         return value
 
     def must_be(self, name: str, supported: Any) -> None:
@@ -161,31 +178,24 @@ class _Reader:
     def read(self) -> FlintConfig:
         # The sizes have no sensible default: a file without one is not a config of this family.
         sizes = {
-            name: self.field(name, int, default=1, required=True)
+            name: self.size(name, required=True)
             for name in "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
             "intermediate_size moe_intermediate_size shared_expert_intermediate_size num_experts "
             "num_experts_per_tok".split()
         }
-        for name, value in sizes.items():
-            limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-            if value > limit:
-                self.faults.append(f"{name} = {value} is beyond {limit}, which no checkpoint of this family has")
-                sizes[name] = 1
         layer_types = self.layer_types(sizes["num_hidden_layers"])
         window = self.field("sliding_window", int, default=FlintConfig.sliding_window)
         if not self.field("use_sliding_window", bool, default=True):
             window = None
-        values = dict(
+        values: dict[str, Any] = dict(
             sizes,
-            head_dim=self.field("head_dim", int, default=FlintConfig.head_dim),
+            head_dim=self.size("head_dim"),
             norm_topk_prob=self.field("norm_topk_prob", bool, default=True),
             layer_types=layer_types,
             sparse_layers=self.sparse_layers(sizes["num_hidden_layers"]),
             sliding_window=window,
             rope_theta=self.rope_theta(),
-            max_position_embeddings=self.field(
-                "max_position_embeddings", int, default=FlintConfig.max_position_embeddings
-            ),
+            max_position_embeddings=self.size("max_position_embeddings"),
             rms_norm_eps=self.field("rms_norm_eps", float, default=1e-6),
             eos_token_ids=self.eos_token_ids(),
         )
@@ -236,8 +246,8 @@ class _Reader:
         theta = rope.get("rope_theta", legacy)
         if legacy is not None and theta != legacy:
             self.faults.append(f"rope_theta {legacy} and rope_parameters.rope_theta {theta} disagree")
-        if theta is not None and not isinstance(theta, int | float):
-            self.faults.append(f"rope_theta must be a number, not {theta!r}")
+        if theta is not None and not (isinstance(theta, int | float) and 0 < theta < 1e30):
+            self.faults.append(f"rope_theta must be a positive number, not {theta!r:.60}")
             theta = None
         return float(theta if theta is not None else FlintConfig.rope_theta)
 

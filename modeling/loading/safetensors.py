@@ -129,7 +129,9 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not (isinstance(dtype, str) and _naturals(shape) and _naturals(offsets) and len(offsets) == 2):
+    if not (
+        isinstance(dtype, str) and _naturals(shape) and len(shape) <= 8 and _naturals(offsets) and len(offsets) == 2
+    ):
         raise CheckpointError(
             f"{path.name} has a damaged header: tensor {name} has no valid dtype, shape, data_offsets"
         )

@@ -63,18 +63,23 @@ def test_rope_theta_in_both_spellings():
         (dict(mlp_only_layers=[8]), "outside 0..7"),
         (dict(num_key_value_heads=3), "multiple of num_key_value_heads"),
         (dict(hidden_size=...), "hidden_size is missing"),
-        (dict(hidden_size="64"), "hidden_size must be int"),
-        (dict(num_experts=True), "num_experts must be int"),
+        (dict(hidden_size="64"), "hidden_size must be an integer"),
+        (dict(num_experts=True), "num_experts must be an integer"),
         (dict(num_experts_per_tok=9), "exceeds num_experts"),
         (dict(head_dim=31), "even"),
         (dict(sliding_window=0), "sliding_window"),
         (dict(rope_parameters={"rope_type": "yarn", "factor": 4}), "'yarn'"),
         (dict(rope_scaling={"type": "yarn", "factor": 4}), "'yarn'"),
-        (dict(rope_scaling="yarn"), "rope_scaling must be dict"),
-        (dict(num_hidden_layers="8", mlp_only_layers=[0]), "num_hidden_layers must be int"),
-        (dict(num_hidden_layers=10**9), "num_hidden_layers = 1000000000"),
-        (dict(num_experts=10**12), "num_experts = 1000000000000"),
+        (dict(rope_scaling="yarn"), "rope_scaling must be an object"),
+        (dict(num_hidden_layers="8", mlp_only_layers=[0]), "num_hidden_layers must be an integer"),
+        (dict(num_hidden_layers=10**9), "num_hidden_layers = 1.000e.09"),
+        (dict(num_experts=10**12), "num_experts = 1.000e.12"),
         (dict(layer_types=[[FULL]] * 8), "list of strings"),
+        (dict(head_dim=2**62), "head_dim = 4.6"),
+        (dict(rope_theta=10**400), "rope_theta must be a finite number"),
+        (dict(rope_theta=float("inf")), "rope_theta must be a finite number"),
+        (dict(rms_norm_eps=10**400), "rms_norm_eps must be a finite number"),
+        (dict(max_position_embeddings=1), "max_position_embeddings"),
         (dict(eos_token_id=5.5), "eos_token_id"),
         (dict(eos_token_id=True), "eos_token_id"),
         (dict(eos_token_id=128), "eos_token_id"),
@@ -116,6 +121,12 @@ def test_config_file_faults(tmp_path):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "fl')
     with pytest.raises(CheckpointError, match="truncated"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="not JSON"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": []}')
+    with pytest.raises(CheckpointError, match="model_type"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="JSON object"):

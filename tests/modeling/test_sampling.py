@@ -72,7 +72,9 @@ def test_sa01_no_limit_means_many_tokens_and_greedy_means_argmax(top_k):
     assert set(many(state(top_k=[top_k], temperature=[0.0]), x, 20)) == {int(jnp.argmax(x))}
 
 
-@pytest.mark.parametrize("fields", [{"temperature": [t]} for t in (1e-3, 1e-4, 1e-6, 1e-30)] + [{"top_p": [1e-4]}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": [t]} for t in (1e-3, 1e-4, 1e-6, 1e-30)] + [{"top_p": [p]} for p in (1e-4, 1e-37, 1e-45)]
+)
 def test_sa02_extremes_behave_like_argmax(fields):
     x = logits(scale=2000.0)
     assert set(many(state(**fields), x, 50)) == {int(jnp.argmax(x))}

@@ -227,6 +227,7 @@ def test_penalties_start_clean_in_a_reused_slot(engine):
         ((1,), dict(top_p=1.1), "top_p"),
         ((1,), dict(min_p=-0.1), "min_p"),
         ((1,), dict(repetition_penalty=0), "repetition_penalty"),
+        ((1,), dict(repetition_penalty=1e-38), "repetition_penalty"),
         ((1,), dict(max_tokens=0), "max_tokens"),
         ((1,), dict(max_tokens=-5), "max_tokens"),
         ((1,), dict(max_tokens=3, min_tokens=4), "min_tokens"),
@@ -373,11 +374,34 @@ def test_a_model_on_several_devices_is_refused(model):
 
 
 def test_a_reader_that_raises_disturbs_nobody(engine):
-    def broken(output):
-        raise ValueError("reader bug")
+    for fault in (ValueError, SystemExit):
 
-    engine.submit(Request("broken", prompt(4), GREEDY), broken)
-    assert len(one(engine, prompt(4)).token_ids) == 40
+        def broken(output, fault=fault):
+            raise fault("reader bug")
+
+        engine.submit(Request("broken", prompt(4), GREEDY), broken)
+        assert len(one(engine, prompt(4)).token_ids) == 40
+
+
+def test_a_request_that_cannot_be_admitted_is_lost_alone(engine, monkeypatch):
+    steady = submit(engine, Request("steady", prompt(9), GREEDY))
+    original = Engine._admission
+
+    def admission(self, sequence):
+        if sequence.request.request_id == "strange":
+            raise OverflowError("out of bounds")
+        return original(self, sequence)
+
+    monkeypatch.setattr(Engine, "_admission", admission)
+    assert until_finished(submit(engine, Request("strange", prompt(3), GREEDY)))[-1].finish_reason == "error"
+    assert until_finished(steady)[-1].finish_reason == "length"
+    assert engine.stats().kv_pages_used == 0
+
+
+def test_end_ids_outside_the_vocabulary_are_refused(model):
+    for bad in (-1, 128, 2**40):
+        with pytest.raises(ValueError, match="end token ids"):
+            Engine(model, CONFIG, eos_token_ids=(bad,))
 
 
 def test_queue_limit_and_duplicate_ids(engine):
