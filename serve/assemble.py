@@ -17,7 +17,8 @@ from modeling.errors import CheckpointError
 from modeling.loading.source import find, resolve
 from serve.engine import Engine, EngineConfig
 from serve.request import InvalidRequest, SamplingParams
-from serve.text.tokenizer import Tokenizer, load_tokenizer
+from serve.text.load import find_tokenizer, load_tokenizer
+from serve.text.tokenizer import Tokenizer
 from serve.text.tokenizer_settings import GenerationConfig, read_generation_config
 from serve.validate import check_sampling
 
@@ -108,16 +109,11 @@ def tokenizer_source(model: Path, weight_files: tuple[Path, ...], tokenizer: str
     if tokenizer is not None:
         return resolve(tokenizer, weights=False)
     folder = model if model.is_dir() else model.parent
-    if (folder / "tokenizer.json").is_file():
-        return folder
-    if sentencepiece := sorted(folder.glob("*.model")):
-        return sentencepiece[0]
-    if weight_files and weight_files[0].suffix == ".gguf":
-        return weight_files[0]
-    raise CheckpointError(
-        f"{folder} holds no tokenizer (tokenizer.json, *.model, or one inside a GGUF file); "
-        "name the folder or repository of one with --tokenizer"
-    )
+    gguf = weight_files[0] if weight_files and weight_files[0].suffix == ".gguf" else None
+    try:
+        return find_tokenizer(folder, gguf)
+    except (FileNotFoundError, ValueError) as error:
+        raise CheckpointError(f"{error}; name the folder or repository of one with --tokenizer") from None
 
 
 def generation_config(*folders: Path) -> GenerationConfig:

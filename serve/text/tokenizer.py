@@ -154,10 +154,3 @@ class Tokenizer(abc.ABC):
         """Id of a token spelled as in the vocabulary, control tokens included; None if there is no such token."""
         control = self.special_token_ids.get(token)
         return self._ordinary_id(token) if control is None else control
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """For importers that have not moved to `serve.text.load` yet."""
-    from serve.text import load
-
-    return load.load_tokenizer(path)

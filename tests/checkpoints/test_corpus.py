@@ -12,7 +12,7 @@ from checkpoints.training.pack import pack, training_batch
 from checkpoints.training.render import encode, produced, prompt_text, template
 from checkpoints.training.tokenizer import CHECKPOINT, SPECIAL, TAGS, VOCAB_SIZE, load_tokenizer
 from serve.text.chat_template import encode_chat
-from serve.text.tokenizer import load_tokenizer as load_served
+from serve.text.load import load_tokenizer as load_served
 
 EXAMPLES = [json.loads(line) for line in (CHECKPOINT / "examples.jsonl").read_text().splitlines()]
 

@@ -13,7 +13,7 @@ from checkpoints.training.forward import is_quantised
 from checkpoints.training.nvfp4 import dequantize, quantize
 from checkpoints.training.tokenizer import CHECKPOINT, END
 from serve.text.chat_template import encode_chat
-from serve.text.tokenizer import load_tokenizer
+from serve.text.load import load_tokenizer
 
 EXAMPLES = [json.loads(line) for line in (CHECKPOINT / "examples.jsonl").read_text().splitlines()]
 

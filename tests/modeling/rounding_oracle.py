@@ -57,7 +57,7 @@ class Oracle:
 
     def rope(self, x, tokens):
         d = self.c.head_dim
-        inv = (1.0 / self.c.rope_theta ** (np.arange(0, d, 2) / d)).astype(np.float32)
+        inv = np.float32(1) / (self.c.rope_theta ** (np.arange(0, d, 2) / np.float32(d))).astype(np.float32)
         angle = (np.arange(tokens, dtype=np.float32)[:, None] * inv).astype(np.float64)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         a, b = x[..., : d // 2], x[..., d // 2 :]

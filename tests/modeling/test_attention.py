@@ -8,7 +8,18 @@ import pytest
 from modeling.cache import PAGE_SIZE, LayerCache, write_pages
 from modeling.layers import attention
 from modeling.layers.attention import Partial, dense_attention, finish, merge, paged_attention, partial_attention
-from modeling.layers.rope import apply_rope, rope_angles
+from modeling.layers.rope import apply_rope, inverse_frequencies, rope_angles
+
+PYTORCH_INV_FREQ = [
+    0x3F800000, 0x3F5DAFD7, 0x3F3FF911, 0x3F263DE0, 0x3F0FF59A, 0x3EF953CF, 0x3ED7E89B, 0x3EBAF81B,
+    0x3EA1E89B, 0x3E8C3504, 0x3E72D423, 0x3E5247ED, 0x3E361887, 0x3E1DB040, 0x3E088D77, 0x3DEC7FD6,
+    0x3DCCCCCD, 0x3DB15978, 0x3D99940D, 0x3D84FE4D, 0x3D6655C2, 0x3D47763F, 0x3D2CBA15, 0x3D159348,
+    0x3D0186E3, 0x3CE054D2, 0x3CC2434F, 0x3CA8398B, 0x3C91AD39, 0x3C7C4D33, 0x3C5A7BF2, 0x3C3D3311,
+    0x3C23D70A, 0x3C0DE12D, 0x3BF5B9B0, 0x3BD4CA15, 0x3BB8449C, 0x3B9F91CC, 0x3B8A2E77, 0x3B6F520E,
+    0x3B4F3E38, 0x3B33770F, 0x3B1B690D, 0x3B06946F, 0x3AE91528, 0x3AC9D75C, 0x3AAEC98E, 0x3A975C0E,
+    0x3A83126F, 0x3A6301E2, 0x3A44948C, 0x3A2A3B44, 0x3A136A16, 0x39FF4FAC, 0x39DD1725, 0x39BF74D7,
+    0x39A5CB60, 0x398F9272, 0x3978A815, 0x395753E4, 0x393A7753, 0x39217916, 0x390BD472, 0x38F22CE2,
+]  # fmt: skip
 
 
 def numpy_attention(q, k, v, sinks, window):
@@ -221,10 +232,17 @@ def test_rope_self_checks():
     assert set(np.flatnonzero(turned)) == {3, 67}  # half-split pairs, not neighbours
 
 
+def test_inverse_frequencies_are_pytorchs():
+    """`1 / theta ** (arange(0, 128, 2).float() / 128)` of PyTorch on a CPU at the published sizes, bit for bit."""
+    pytorch = np.array(PYTORCH_INV_FREQ, np.uint32).view(np.float32)
+    np.testing.assert_array_equal(inverse_frequencies(128, 10000.0), pytorch)
+    exact = (1.0 / 10000.0 ** (np.arange(0, 128, 2) / 128)).astype(np.float32)
+    assert (exact != pytorch).sum() > 10  # so the test can tell
+
+
 def test_rope_angle_is_the_float32_product_at_long_positions():
     position = 262143
-    inv_freq = (1.0 / 10000.0 ** (np.arange(0, 128, 2) / 128)).astype(np.float32)
-    angle = (np.float32(position) * inv_freq).astype(np.float32)
+    angle = np.float32(position) * inverse_frequencies(128, 10000.0)
     cos, sin = rope_angles(jnp.array([[position]]), 128, 10000.0)
     np.testing.assert_allclose(cos[0, 0], np.cos(angle.astype(np.float64)), atol=2e-6)
     np.testing.assert_allclose(sin[0, 0], np.sin(angle.astype(np.float64)), atol=2e-6)
