@@ -57,7 +57,7 @@ def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Want
     nothing without a constraint.
 
     Raises:
-        InvalidRequest: a count below zero, more than MAX_OUTPUTS outputs, or an empty stop string.
+        InvalidRequest: a count below zero, or more than MAX_OUTPUTS outputs.
         Refusal: UNIMPLEMENTED for constrained output.
     """
     _refuse_constraint(params)
@@ -67,8 +67,6 @@ def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Want
             raise InvalidRequest(f"{name} is {getattr(params, name) - 2**32}; it cannot be negative.")
     if params.n > MAX_OUTPUTS:
         raise InvalidRequest(f"n is {params.n}; one request may have {MAX_OUTPUTS} outputs. Send several requests.")
-    if "" in params.stop:
-        raise InvalidRequest("A stop string is empty; leave it out.")
     truncate = _optional(params, "truncate_prompt_tokens")
     if truncate is not None and (truncate == 0 or truncate < -1):
         raise InvalidRequest(f"truncate_prompt_tokens is {truncate}; give a positive number, or -1 for the most.")

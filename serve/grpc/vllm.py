@@ -32,8 +32,11 @@ from serve.grpc.mailbox import Mailbox
 from serve.grpc.sampling import Wanted, request_sampling, seeded
 from serve.grpc.stops import TokenStops
 from serve.request import EngineClosed, InvalidRequest, Output, Request, SamplingParams
+from serve.text.detokenize import IncrementalDetokenizer
+from serve.text.stop import StopStrings
 
 _ENGINE_DIED = "This server's engine has failed; send the request to another server, and restart this one."
+_CONTEXT_TOKENS = 64  # encoded ahead of a prompt's kept end, which depends on them where the text is cut
 _ABORTED_EARLY = "The request was aborted before it started."
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -133,6 +136,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         sampling, wanted = request_sampling(request, assembled.generation_config)
+        stop = StopStrings(wanted.stop) if wanted.stop else None
         prompt = await _prompt(request, sampling, wanted, assembled)
         if call.aborted:
             raise Refusal(grpc.StatusCode.CANCELLED, _ABORTED_EARLY)
@@ -142,7 +146,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 index,
                 stream=request.stream,
                 prompt_token_ids=prompt,
-                stops=_stops(wanted, sampling, assembled),
+                stops=_stops(stop, wanted, sampling, assembled),
             )
             for index in range(wanted.n)
         ]
@@ -302,19 +306,19 @@ async def _prompt(
     request: pb.GenerateRequest, sampling: SamplingParams, wanted: Wanted, assembled: Assembled
 ) -> tuple[int, ...]:
     """The prompt's tokens, truncated as asked. Lengths are checked here, before millions of ids are copied."""
-    match request.WhichOneof("input"):
-        case "tokenized":
-            ids = request.tokenized.input_ids
-        case "text":  # in a thread: a long text takes a while, and other streams go on
-            ids = await asyncio.to_thread(_encode, assembled.tokenizer, request.text)
-        case _:
-            raise InvalidRequest("The request has no prompt; set tokenized or text.")
-    if not ids:
-        raise InvalidRequest("The prompt is empty; it needs at least one token.")
     limit = assembled.engine.max_model_len
     keep = wanted.truncate_prompt_tokens
     if keep == -1:
         keep = max(limit - (sampling.max_tokens or 1), 1)
+    match request.WhichOneof("input"):
+        case "tokenized":
+            ids = request.tokenized.input_ids
+        case "text":  # in a thread: a long text takes a while, and other streams go on
+            ids = await asyncio.to_thread(_encode, request.text, keep, limit, assembled.tokenizer)
+        case _:
+            raise InvalidRequest("The request has no prompt; set tokenized or text.")
+    if not ids:
+        raise InvalidRequest("The prompt is empty; it needs at least one token.")
     if keep is not None:
         ids = ids[-keep:]
     if len(ids) >= limit:
@@ -323,22 +327,31 @@ async def _prompt(
     return tuple(ids)
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A raw completion prompt: special tokens count, and the model's prefix goes in front unless it is there."""
+def _encode(text: str, keep: int | None, limit: int, tokenizer: Tokenizer) -> list[int]:
+    """A raw completion prompt: special tokens count, and the model's prefix goes in front unless it is there.
+
+    Text that has too many tokens, whichever they are, is not encoded: cut to an end that holds the last `keep` for
+    sure, or refused.
+    """
+    longest = tokenizer.max_token_bytes
+    if keep is not None and keep < limit:
+        text = text[-(keep + _CONTEXT_TOKENS) * longest :]
+    elif len(text) * 4 > limit * longest and (size := len(text.encode())) > limit * longest:
+        message = f"The prompt cannot fit: it has {size} bytes, and {limit} tokens of at most {longest} bytes each"
+        raise InvalidRequest(message + " are fewer. Shorten it, or set truncate_prompt_tokens.")
     ids = list(tokenizer.encode(text, parse_special=True))
     prefix = list(tokenizer.prefix_ids)
     return ids if not ids or ids[: len(prefix)] == prefix else prefix + ids
 
 
-def _stops(wanted: Wanted, sampling: SamplingParams, assembled: Assembled) -> TokenStops | None:
-    if not wanted.stop:
+def _stops(
+    stop: StopStrings | None, wanted: Wanted, sampling: SamplingParams, assembled: Assembled
+) -> TokenStops | None:
+    if stop is None:
         return None
-    from serve.text.detokenize import IncrementalDetokenizer
-    from serve.text.stop import StopStrings
-
     return TokenStops(
         IncrementalDetokenizer(assembled.tokenizer, skip_special_tokens=wanted.skip_special_tokens),
-        StopStrings(wanted.stop),
+        stop.fresh(),
         include_stop=wanted.include_stop,
         min_tokens=sampling.min_tokens,
     )

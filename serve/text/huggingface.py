@@ -17,6 +17,7 @@ from serve.text.tokenizer import ControlToken, Tokenizer, is_markup
 from serve.text.tokenizer_settings import read_folder_settings
 
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
+_LONG_TEXT = 4096  # characters; from here on other threads must get their turn
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -79,7 +80,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return [token_id for token_id, _ in itertools.takewhile(operator.itemgetter(1), pairs)]
 
     def _encode_ordinary(self, text: str, first: bool) -> list[int]:
-        return (self._plain if first else self._continued).encode(text, add_special_tokens=False).ids
+        library = self._plain if first else self._continued
+        if len(text) < _LONG_TEXT:
+            return library.encode(text, add_special_tokens=False).ids
+        # `encode` holds Python's lock throughout, for seconds on megabytes; a batch is encoded without it.
+        return library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _ordinary_id(self, token: str) -> int | None:
         return self._plain.token_to_id(token)

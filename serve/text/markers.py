@@ -11,17 +11,23 @@ class MarkerSet:
     """A fixed set of non-empty strings to find: the leftmost first, and the longest of those that start there."""
 
     def __init__(self, markers: tuple[str, ...]):
-        longest_first = sorted(markers, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._beginnings = {marker[:n] for marker in markers for n in range(1, len(marker))}
-        self._longest_beginning = max((len(beginning) for beginning in self._beginnings), default=0)
+        self._longest_first = sorted(markers, key=len, reverse=True)
+        self._first_characters = frozenset(marker[0] for marker in markers)
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._longest_first)) or r"(?!)")
 
     def held(self, text: str) -> int:
         """How many characters at the end of `text` could be the beginning of a marker."""
-        for n in range(min(self._longest_beginning, len(text)), 0, -1):
-            if text[-n:] in self._beginnings:
-                return n
+        longest = len(self._longest_first[0]) if self._longest_first else 1
+        for start in range(max(len(text) - longest + 1, 0), len(text)):
+            if text[start] in self._first_characters and self._begins_marker(text[start:]):
+                return len(text) - start
         return 0
+
+    def _begins_marker(self, text: str) -> bool:
+        return any(len(marker) > len(text) and marker.startswith(text) for marker in self._longest_first)
 
     def replace(self, text: str, replacement: Callable[[str], str]) -> str:
         """`text` with `replacement(marker)` in the place of every marker."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 from serve.request import InvalidRequest
 from serve.text.markers import MarkerSet
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024  # of one stop string
 
 
 class StopStrings:
@@ -22,16 +27,27 @@ class StopStrings:
         matched: the stop string found, or None.
 
     Raises:
-        InvalidRequest: a stop string is empty.
+        InvalidRequest: a stop string is empty or too long, or there are too many of them.
     """
 
     def __init__(self, stop: Sequence[str] = ()):
         if not all(stop):
             raise InvalidRequest("a stop string must not be empty: leave it out of `stop`")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"there are {len(stop)} stop strings; a request may have {MAX_STOP_STRINGS}")
+        if (longest := max(map(len, stop), default=0)) > MAX_STOP_CHARACTERS:
+            message = f"a stop string has {longest} characters; it may have {MAX_STOP_CHARACTERS}"
+            raise InvalidRequest(message)
         self.matched: str | None = None
         self._stop = sorted(stop, key=len, reverse=True)
         self._markers = MarkerSet(tuple(stop))
         self._waiting = ""
+
+    def fresh(self) -> Self:
+        """The same stop strings for another stream of text."""
+        other = copy.copy(self)
+        other.matched, other._waiting = None, ""
+        return other
 
     def push(self, text: str) -> str:
         """The text that may be shown. Empty once a stop string has been found."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -149,6 +150,11 @@ class Tokenizer(abc.ABC):
         """UTF-8 bytes of one token; a character may be spread over several tokens."""
         control = self.special_tokens.get(token_id)
         return self._ordinary_bytes(token_id) if control is None else control.encode()
+
+    @functools.cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token, at least 1. Slow the first time: it goes through the whole vocabulary."""
+        return max((len(self.token_bytes(i)) for i in range(self.vocab_size)), default=0) or 1
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a token spelled as in the vocabulary, control tokens included; None if there is no such token."""

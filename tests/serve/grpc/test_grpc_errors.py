@@ -65,6 +65,9 @@ def with_rank(rank: int) -> pb.GenerateRequest:
         (request([5], logprobs=-1), "logprobs"),
         (request([5], prompt_logprobs=21), "prompt_logprobs"),
         (request([5], stop=["a", ""]), "stop string"),
+        (request([5], stop=["x"] * 65), "may have 64"),
+        (request([5], stop=["x" * 1025]), "may have 1024"),
+        (request("sky " * 20_000), "cannot fit: it has 80000 bytes"),
         (request([5], truncate_prompt_tokens=-2), "truncate_prompt_tokens"),
         (request([5], truncate_prompt_tokens=0), "truncate_prompt_tokens"),
         (request([5], logit_bias={4096: 1.0}), "logit_bias"),
@@ -75,6 +78,20 @@ def test_gr10_unusable_requests_are_invalid_argument(quick, message, says):
     error = refused(quick, message)
     assert error.code() is Status.INVALID_ARGUMENT
     assert says in error.details()
+
+
+@pytest.mark.parametrize("keep", [7, -1])
+def test_a_text_of_any_length_can_be_truncated_and_its_head_is_not_encoded(serving, monkeypatch, keep):
+    harness = serving()
+    encoded = []
+    encode = harness.tokenizer.encode
+    monkeypatch.setattr(
+        harness.tokenizer, "encode", lambda text, **more: encoded.append(len(text)) or encode(text, **more)
+    )
+    harness.complete("y" * 300_000 + f" {SENTENCE}" * 20_000, max_tokens=1, truncate_prompt_tokens=keep)
+    prompt = harness.engine.submitted[-1].prompt_token_ids
+    assert list(prompt) == (harness.encode(f" {SENTENCE}" * 2000)[-len(prompt) :])
+    assert len(prompt) == (7 if keep == 7 else 4095) and encoded[0] < 60_000
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Markers in text that arrives in pieces."""
 
+import tracemalloc
+
 import pytest
 
 from serve.text.markers import MarkerSet
@@ -30,3 +32,11 @@ def test_an_empty_set_finds_nothing():
 
 def test_replace():
     assert MarkerSet(("<a>", "<a>b")).replace("x<a>b<a>", str.upper) == "x<A>B<A>"
+
+
+def test_long_markers_cost_no_more_memory_than_their_length():
+    markers = tuple(f"{i}" + "x" * 2000 for i in range(10))
+    tracemalloc.start()
+    assert MarkerSet(markers).held("y3" + "x" * 1500) == 1501
+    assert tracemalloc.get_traced_memory()[1] < 200_000
+    tracemalloc.stop()

@@ -77,6 +77,24 @@ def test_empty_stop_string_is_refused():
         StopStrings([""])
 
 
+def test_stop_strings_have_limits():
+    StopStrings(["x" * 1024] * 64)
+    with pytest.raises(InvalidRequest, match="may have 64"):
+        StopStrings(["x"] * 65)
+    with pytest.raises(InvalidRequest, match="may have 1024"):
+        StopStrings(["x" * 1025])
+
+
+def test_a_fresh_matcher_has_its_own_state():
+    first = StopStrings(["sky"])
+    first.push("blue s")
+    second = first.fresh()
+    assert second.push("x") == "x"
+    second.push("sky")
+    assert (first.matched, second.matched) == (None, "sky")
+    assert first.push("o") == "so" and second.fresh().matched is None
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("ab", max_size=25),

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 
 import gguf
 import pytest
@@ -333,3 +335,21 @@ def test_no_module_of_the_package_imports_jax():
     names = "glm47, tool_arguments, huggingface, spm, gguf_metadata, chat_template, stop, detokenize"
     code = f"import sys; from serve.text import {names}; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_longest_token(tokenizer):
+    assert tokenizer.max_token_bytes == max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+    assert tokenizer.max_token_bytes >= max(map(len, SPECIAL))
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer):
+    text, done, longest = "abc def " * 60_000, threading.Event(), 0.0
+    thread = threading.Thread(target=lambda: (tokenizer.encode(text), done.set()))
+    started = last = time.perf_counter()
+    thread.start()
+    while not done.is_set():
+        time.sleep(0.001)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    thread.join()
+    assert longest < 0.6 * (last - started)
+    assert tokenizer.encode(text)[:8] == tokenizer.encode(text[:64])[:8]
