@@ -14,7 +14,6 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -29,6 +28,7 @@ from serve.grpc.backend import Assembled, Engine, Tokenizer
 from serve.grpc.choice import Choice
 from serve.grpc.errors import REFUSALS, Refusal, abort_with
 from serve.grpc.mailbox import Mailbox
+from serve.grpc.profile import Profiler
 from serve.grpc.sampling import Wanted, request_sampling, seeded
 from serve.grpc.stops import TokenStops
 from serve.request import EngineClosed, InvalidRequest, Output, Request, SamplingParams
@@ -82,7 +82,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._serial = itertools.count()
         self._started_at = time.monotonic()
         self._last_receive = 0.0
-        self._trace_dir: str | None = None
+        self._profiler = Profiler()
 
     def ready(self, assembled: Assembled, served_model_name: str) -> None:
         """The model is loaded, and its engine has started."""
@@ -260,26 +260,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._loaded()
         if request.HasField("start_step") or request.HasField("num_steps"):
             raise InvalidRequest("Profiles run from StartProfile to StopProfile; leave start_step and num_steps out.")
-        if self._trace_dir is not None:
-            return common_pb2.ProfileResponse(success=False, message=f"Already profiling to {self._trace_dir}.")
-        import jax
+        folder = await asyncio.to_thread(self._profiler.start, request.output_dir)
+        return common_pb2.ProfileResponse(success=True, message=f"Profiling to {folder}.")
 
-        trace_dir = request.output_dir or tempfile.mkdtemp(prefix="firesteel-profile-")
-        jax.profiler.start_trace(trace_dir)
-        self._trace_dir = trace_dir
-        return common_pb2.ProfileResponse(success=True, message=f"Profiling to {trace_dir}.")
-
+    @_with_status
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.ProfileResponse:
         """Writes the profile."""
-        if self._trace_dir is None:
+        folder = await asyncio.to_thread(self._profiler.stop)
+        if folder is None:
             return common_pb2.ProfileResponse(success=False, message="No profile is running; call StartProfile first.")
-        import jax
-
-        trace_dir, self._trace_dir = self._trace_dir, None
-        await asyncio.to_thread(jax.profiler.stop_trace)
-        return common_pb2.ProfileResponse(success=True, message=f"The profile is in {trace_dir}.")
+        return common_pb2.ProfileResponse(success=True, message=f"The profile is in {folder}.")
 
     Embed = _refused(grpc.StatusCode.UNIMPLEMENTED, "This server generates text; it has no embeddings.")
     FlushCache = _refused(grpc.StatusCode.UNIMPLEMENTED, "This server has no prefix cache to flush.")

@@ -272,18 +272,92 @@ def test_missing_tokenizer_files_are_reported(serving, tmp_path):
     assert "No tokenizer files" in error.value.details()
 
 
-def test_profile_runs_between_start_and_stop(quick, monkeypatch):
-    calls = []
-    profiler = types.SimpleNamespace(
-        start_trace=lambda folder: calls.append(folder), stop_trace=lambda: calls.append("stop")
-    )
-    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(profiler=profiler))
-    start = common_pb2.StartProfileRequest(output_dir="/profiles")
-    assert not quick.stub.StopProfile(common_pb2.StopProfileRequest()).success
-    assert quick.stub.StartProfile(start).success
-    assert not quick.stub.StartProfile(start).success  # one at a time
-    stopped = quick.stub.StopProfile(common_pb2.StopProfileRequest())
-    assert stopped.success and "/profiles" in stopped.message and calls == ["/profiles", "stop"]
+class FakeProfiler:
+    """JAX's, which keeps a profile that it cannot write."""
+
+    def __init__(self, monkeypatch):
+        self.folder, self.fault, self.gate = None, None, threading.Event()
+        self.gate.set()
+        monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(profiler=self))
+
+    def start_trace(self, folder: str) -> None:
+        self._check()
+        assert self.folder is None
+        self.folder = folder
+
+    def stop_trace(self) -> None:
+        self._check()
+        (Path(self.folder) / "trace").write_text("recorded")
+        self.folder = None
+
+    def _check(self) -> None:
+        self.gate.wait(10)
+        if self.fault:
+            raise RuntimeError(self.fault)
+
+
+def start_profile(harness, folder="", **more):
+    return harness.stub.StartProfile(common_pb2.StartProfileRequest(output_dir=str(folder), **more), timeout=10)
+
+
+def stop_profile(harness):
+    return harness.stub.StopProfile(common_pb2.StopProfileRequest(), timeout=10)
+
+
+def refused_profile(call, *arguments, **more) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as error:
-        quick.stub.StartProfile(common_pb2.StartProfileRequest(num_steps=3))
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call(*arguments, **more)
+    return error.value.code(), error.value.details()
+
+
+def test_profile_runs_between_start_and_stop(serving, monkeypatch, tmp_path):
+    harness, _ = serving(), FakeProfiler(monkeypatch)
+    folder = tmp_path / "new" / "profiles"
+    assert not stop_profile(harness).success
+    for _ in range(2):
+        assert start_profile(harness, folder).success
+        code, says = refused_profile(start_profile, harness, folder)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION and str(folder) in says
+        stopped = stop_profile(harness)
+        assert stopped.success and str(folder) in stopped.message
+        assert [file.read_text() for file in folder.iterdir()] == ["recorded"]
+    assert start_profile(harness).success
+    assert (Path(stop_profile(harness).message.removeprefix("The profile is in ")[:-1]) / "trace").exists()
+    assert refused_profile(start_profile, harness, num_steps=3)[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_failed_profile_is_a_sentence_and_a_later_one_works(serving, monkeypatch, tmp_path):
+    harness, profiler = serving(), FakeProfiler(monkeypatch)
+    file = tmp_path / "file"
+    file.touch()
+    for unusable in (file, file / "below", "a\0b"):
+        code, says = refused_profile(start_profile, harness, unusable)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "cannot be written to" in says
+
+    profiler.fault = "no tracer"
+    assert refused_profile(start_profile, harness, tmp_path)[1] == "JAX cannot start a profile: no tracer"
+    profiler.fault = None
+    folder = tmp_path / "profiles"
+    assert start_profile(harness, folder).success
+    profiler.fault = "disk full"
+    code, says = refused_profile(stop_profile, harness)
+    assert code is grpc.StatusCode.INTERNAL and says.endswith("call StopProfile again: disk full")
+    profiler.fault = None
+    folder.rmdir()
+    folder.touch()  # no longer a folder
+    assert "cannot be copied" in refused_profile(stop_profile, harness)[1]
+    assert start_profile(harness).success and stop_profile(harness).success
+
+
+@pytest.mark.parametrize("call", [start_profile, stop_profile])
+def test_a_profile_is_started_or_stopped_by_one_call_at_a_time(serving, monkeypatch, call):
+    harness, profiler = serving(), FakeProfiler(monkeypatch)
+    assert start_profile(harness).success
+    profiler.gate.clear()
+    stopping = harness.stub.StopProfile.future(common_pb2.StopProfileRequest(), timeout=10)
+    time.sleep(0.2)
+    code, says = refused_profile(call, harness)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION and "at work" in says
+    profiler.gate.set()
+    assert stopping.result().success
+    assert start_profile(harness).success and stop_profile(harness).success
