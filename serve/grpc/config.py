@@ -105,17 +105,16 @@ def check(config: ServeConfig) -> None:
     """
     ranges = {
         "port": (0, 65535),
-        "max_model_len": (2, None),
-        "num_slots": (1, None),
-        "max_queue": (0, None),
+        "max_model_len": (2, 2**31 - 1),
+        "num_slots": (1, 1024),
+        "max_queue": (0, 1_000_000),
         "max_message_mb": (1, 2047),  # gRPC holds the limit in an int32 of bytes
-        "drain_seconds": (0, None),
+        "drain_seconds": (0, 86400),
     }
     for name, (low, high) in ranges.items():
         value = getattr(config, name)
-        if value is not None and not (low <= value and (high is None or value <= high)):
-            limits = f"at least {low}" if high is None else f"{low} to {high}"
-            raise ValueError(f"{name} is {value}; it must be {limits}.")
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{name} is {value}; it must be {low} to {high}.")
     fraction = config.memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction is {fraction}; it must be above 0 and at most 1.")

@@ -180,7 +180,12 @@ def test_command_line_goes_over_the_file(tmp_path):
         ("dtype: float16", "dtype: "),
         ("port: 70000", "port is 70000; it must be 0 to 65535"),
         ("memory_fraction: 0", "memory_fraction is 0"),
-        ("num_slots: 0", "num_slots is 0; it must be at least 1"),
+        ("num_slots: 0", "num_slots is 0; it must be 1 to 1024"),
+        ("num_slots: 1025", "num_slots is 1025"),
+        ("max_queue: 1000001", "max_queue is 1000001; it must be 0 to 1000000"),
+        ("max_model_len: 2147483648", "max_model_len is 2147483648"),
+        ("drain_seconds: 86401", "drain_seconds is 86401"),
+        ("drain_seconds: 1.0e+400", "drain_seconds"),
         ("- port", "not a list"),
         ("port: [", "is not YAML"),
     ],
@@ -190,3 +195,9 @@ def test_bad_configuration_is_named(tmp_path, text, says):
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(says)):
         parse(["--config", str(path)])
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "-1"])
+def test_the_time_to_drain_is_finite(seconds):
+    with pytest.raises(ValueError, match=r"drain_seconds is .*; it must be 0 to 86400"):
+        parse([f"--drain-seconds={seconds}"])
