@@ -199,12 +199,19 @@ def _arguments(arguments: Any, name: str) -> dict[str, Any]:
     return dict(arguments)
 
 
+def check_template(source: str) -> None:
+    """Raises ValueError for a template that is no valid Jinja."""
+    _compile(source)
+
+
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template is no valid Jinja (line {error.lineno}): {error}") from error
+    except Exception as error:  # nested too deep, or constants that cannot be computed
+        raise ValueError(f"the chat template cannot be compiled: {type(error).__name__} {error}") from error
 
 
 @functools.cache

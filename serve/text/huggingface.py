@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from serve.text.tokenizer import ControlToken, Tokenizer, is_markup
-from serve.text.tokenizer_settings import read_folder_settings
+from serve.text.tokenizer_settings import read_folder_settings, read_json
 
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 _LONG_TEXT = 4096  # characters; from here on other threads must get their turn
@@ -24,7 +24,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def load(file: Path) -> HuggingFaceTokenizer:
     """Loads tokenizer.json with the settings files of its folder."""
     settings = read_folder_settings(file.parent)
-    spec = json.loads(file.read_text("utf-8"))
+    spec = read_json(file)
     tokenizer = HuggingFaceTokenizer(
         spec, chat_template=settings.chat_template, template_variables=settings.template_variables
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from serve.text.chat_template import check_template
 from serve.text.tokenizer import Tokenizer
+from serve.text.tokenizer_settings import UnusableFile
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -17,12 +19,28 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises:
         FileNotFoundError: there is no tokenizer at `path`.
-        ValueError: the files contradict each other or use a form that is not supported; the message names it.
+        ValueError: a file is damaged, or uses a form that is not supported, or the files contradict each other; the
+            message names the file.
     """
     file = find_tokenizer(path)
-    tokenizer = _load(file)
+    try:
+        tokenizer = _load(file)
+        if tokenizer.chat_template is not None:
+            check_template(tokenizer.chat_template)
+    except UnusableFile:
+        raise
+    except BaseException as error:  # the libraries behind raise what they like; a panic in Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{file} cannot be used as a tokenizer: {_reason(error)}") from error
     tokenizer.source = file
     return tokenizer
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    return str(error) if isinstance(error, ValueError) and str(error) else f"{type(error).__name__}: {error}"
 
 
 def find_tokenizer(path: str | Path, gguf: Path | None = None) -> Path:

@@ -8,8 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serve.text.chat_template import check_template
+
 # Special tokens that chat templates refer to by name.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class UnusableFile(ValueError):
+    """A file beside the tokenizer that cannot be used; the message names it."""
+
+    def __init__(self, file: Path, reason: str):
+        super().__init__(f"{file} cannot be used with the tokenizer: {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +46,7 @@ def read_generation_config(path: str | Path) -> GenerationConfig:
         path: the file, or the folder that holds it. Without the file the result is empty.
 
     Raises:
-        ValueError: `eos_token_id` is neither an integer nor a list of integers.
+        ValueError: the file holds no JSON object, or `eos_token_id` is neither an integer nor a list of integers.
     """
     path = Path(path)
     values = read_json(path / "generation_config.json" if path.is_dir() else path)
@@ -69,38 +78,87 @@ class FolderSettings:
 
 
 def read_folder_settings(folder: Path) -> FolderSettings:
-    """Reads chat_template.jinja, tokenizer_config.json, special_tokens_map.json, generation_config.json."""
-    config = read_json(folder / "tokenizer_config.json")
-    named = read_json(folder / "special_tokens_map.json") | config
-    tokens = {name: _token_text(named.get(name)) for name in _NAMED_TOKENS}
+    """Reads chat_template.jinja, tokenizer_config.json, special_tokens_map.json, generation_config.json.
+
+    Raises:
+        UnusableFile: one of them is malformed.
+    """
+    map_file, config_file = folder / "special_tokens_map.json", folder / "tokenizer_config.json"
+    mapped, config = read_json(map_file), read_json(config_file)
+    texts = {name: _token_text(name, token, map_file) for name, token in mapped.items() if name in _NAMED_TOKENS}
+    texts |= {name: _token_text(name, token, config_file) for name, token in config.items() if name in _NAMED_TOKENS}
     template_file = folder / "chat_template.jinja"
     if template_file.is_file():
-        template = template_file.read_text("utf-8")
+        template = read_text(template_file)
     else:
-        template = default_template(config.get("chat_template"))
+        template_file, template = config_file, default_template(config.get("chat_template"), config_file)
+    if template is not None:
+        try:
+            check_template(template)
+        except ValueError as error:
+            raise UnusableFile(template_file, str(error)) from error
     return FolderSettings(
         chat_template=template,
-        template_variables={name: text for name, text in tokens.items() if text is not None},
+        template_variables={name: text for name, text in texts.items() if text is not None},
         generation=read_generation_config(folder),
-        added_tokens={int(i): token for i, token in config.get("added_tokens_decoder", {}).items()},
+        added_tokens=_added_tokens(config, config_file),
     )
 
 
-def default_template(templates: str | list[Mapping[str, str]] | None) -> str | None:
+def default_template(templates: Any, file: Path) -> str | None:
     """The template meant by default: the only one, or among named ones "default", else the first."""
     if not templates:
         return None
     if isinstance(templates, str):
         return templates
+    if not isinstance(templates, list) or not all(map(_is_named_template, templates)):
+        raise UnusableFile(file, "chat_template must be a string or a list of objects with a name and a template")
     by_name = {entry["name"]: entry["template"] for entry in templates}
     return by_name.get("default", templates[0]["template"])
 
 
-def _token_text(token: str | Mapping[str, Any] | None) -> str | None:
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+
+
+def _added_tokens(config: Mapping[str, Any], file: Path) -> dict[int, Mapping[str, Any]]:
+    added = config.get("added_tokens_decoder", {})
+    try:
+        tokens: dict[int, Any] = {int(i): token for i, token in added.items()}
+    except (AttributeError, ValueError):
+        tokens = {-1: None}
+    if not all(i >= 0 and isinstance(t, dict) and isinstance(t.get("content"), str) for i, t in tokens.items()):
+        raise UnusableFile(file, "added_tokens_decoder must map token ids to objects with a content")
+    return tokens
+
+
+def _token_text(name: str, token: Any, file: Path) -> str | None:
     """A special token is listed as its text or as an object with its properties."""
-    return token.get("content") if isinstance(token, Mapping) else token
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if text is not None and not isinstance(text, str):
+        raise UnusableFile(file, f"{name} must be a string or an object with a content, not {token!r:.100}")
+    return text
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file."""
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    text = read_text(file)
+    try:
+        content = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise (
+            error if isinstance(error, UnusableFile) else UnusableFile(file, f"it is no valid JSON: {error}")
+        ) from error
+    if not isinstance(content, dict):
+        raise UnusableFile(file, f"it must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def read_text(file: Path) -> str:
+    """A file's text; raises UnusableFile."""
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnusableFile(file, f"it cannot be read: {error}") from error

@@ -353,3 +353,50 @@ def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer):
     thread.join()
     assert longest < 0.6 * (last - started)
     assert tokenizer.encode(text)[:8] == tokenizer.encode(text[:64])[:8]
+
+
+def damaged(spec, **changes):
+    return json.dumps(spec | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", lambda spec: "[]", "must hold a JSON object, not a list"),
+        ("tokenizer.json", lambda spec: "{", "no valid JSON"),
+        ("tokenizer.json", lambda spec: b"\xff{}", "cannot be read"),
+        ("tokenizer.json", lambda spec: json.dumps({k: v for k, v in spec.items() if k != "model"}), "lacks 'model'"),
+        ("tokenizer.json", lambda spec: damaged(spec, model=5), ""),
+        ("tokenizer.json", lambda spec: damaged(spec, model=spec["model"] | {"vocab": {"a": "b"}}), ""),
+        ("tokenizer.json", lambda spec: damaged(spec, model=spec["model"] | {"merges": [["q", "nowhere"]]}), ""),
+        ("tokenizer.json", lambda spec: damaged(spec, added_tokens=[{"content": "<x>"}]), "lacks 'id'"),
+        ("tokenizer.json", lambda spec: damaged(spec, decoder=[]), ""),
+        ("tokenizer_config.json", lambda spec: "[]", "must hold a JSON object"),
+        ("tokenizer_config.json", lambda spec: '{"eos_token": 5}', "eos_token must be a string"),
+        ("tokenizer_config.json", lambda spec: '{"chat_template": 5}', "chat_template must be"),
+        ("tokenizer_config.json", lambda spec: '{"chat_template": [{}]}', "chat_template must be"),
+        ("tokenizer_config.json", lambda spec: '{"chat_template": "{% for %}"}', "no valid Jinja"),
+        ("tokenizer_config.json", lambda spec: '{"added_tokens_decoder": {"x": {}}}', "added_tokens_decoder must"),
+        ("special_tokens_map.json", lambda spec: '{"eos_token": [5]}', "eos_token must be a string"),
+        ("generation_config.json", lambda spec: "[]", "must hold a JSON object"),
+        ("generation_config.json", lambda spec: "[" * 100_000, "no valid JSON"),
+        ("chat_template.jinja", lambda spec: "{% for %}", "line 1"),
+        ("chat_template.jinja", lambda spec: "{{ a | no_such_filter }}", "no valid Jinja"),
+        ("chat_template.jinja", lambda spec: "{{ " + "(" * 5000 + "}}", "cannot be compiled"),
+        ("chat_template.jinja", lambda spec: b"\xff", "cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named(bpe_spec, tmp_path, name, content, says):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(bpe_spec))
+    content = content(bpe_spec)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"cannot be used (as a|with the) tokenizer: .") as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / name)) and says in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "content"), [("x.model", b"\xff\xfe"), ("x.model", b""), ("x.gguf", b"GGUF")])
+def test_a_damaged_vocabulary_of_another_form_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} cannot be used as a tokenizer: ."):
+        load_tokenizer(tmp_path)
