@@ -35,6 +35,8 @@ from serve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
+_DEEPEST = 100  # levels of objects and lists in a request
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _THINK_TAGS = frozenset(("<think>", "</think>"))
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
 _OWN_VARIABLES = frozenset(("messages", "tools", "add_generation_prompt"))
@@ -65,7 +67,7 @@ def encode_chat(
 
     Raises:
         InvalidRequest: the messages have the wrong shape, or the template refuses them.
-        ValueError: there is no template, or it is no valid Jinja.
+        ValueError: there is no template, it is no valid Jinja, or it fails.
     """
     rendered, placeholders = _render(tokenizer, messages, tools, **options)
     pieces = tokenizer.split_special(rendered)
@@ -86,6 +88,13 @@ def _render(
     source = template if template is not None else tokenizer.chat_template
     if source is None:
         raise ValueError("the checkpoint has no chat template: add chat_template.jinja to it, or pass `template`")
+    _check_list(messages, "messages", "messages with a role and content")
+    if tools is not None:
+        _check_list(tools, "tools", 'objects such as {"type": "function", "function": {...}}')
+        if not all(isinstance(tool, Mapping) for tool in tools):
+            raise InvalidRequest('every tool must be an object such as {"type": "function", "function": {...}}')
+    if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+        raise InvalidRequest(f"template_kwargs must be an object, not {type(template_kwargs).__name__}")
     switches = {"enable_thinking": enable_thinking, "clear_thinking": clear_thinking}
     extra = {name: value for name, value in switches.items() if value is not None} | dict(template_kwargs or {})
     if taken := sorted(_OWN_VARIABLES & extra.keys()):
@@ -100,6 +109,14 @@ def _render(
         return compiled.render(tokenizer.template_variables | variables), placeholders
     except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError) as error:
         raise InvalidRequest(f"the chat template does not accept these messages: {error}") from error
+    except Exception as error:  # the template divides by zero, or recurses for ever
+        origin = f" of {tokenizer.source}" if template is None and tokenizer.source is not None else ""
+        raise ValueError(f"the chat template{origin} fails: {type(error).__name__}: {error}") from error
+
+
+def _check_list(value: Any, name: str, members: str) -> None:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise InvalidRequest(f"{name} must be a list of {members}, not {type(value).__name__}")
 
 
 class _Placeholders:
@@ -112,14 +129,22 @@ class _Placeholders:
         self._placeholder = re.compile(f"Q{self._mark}x([0-9]+)Q")
         self._hidden: list[str] = []
 
-    def hide(self, value: Any, shown: frozenset[str] = frozenset()) -> Any:
-        """`value` with control-token strings but those in `shown` hidden in every string, names of fields included."""
+    def hide(self, value: Any, shown: frozenset[str] = frozenset(), depth: int = 0) -> Any:
+        """`value` with control-token strings but those in `shown` hidden in every string, names of fields included.
+
+        Raises:
+            InvalidRequest: text that is not Unicode, or objects nested too deep to be written as JSON.
+        """
+        if depth > _DEEPEST:
+            raise InvalidRequest(f"the messages or tools are nested deeper than {_DEEPEST} levels")
         if isinstance(value, str):
             return self._hide_text(value, shown)
         if isinstance(value, Mapping):
-            return {self.hide(name, shown): self.hide(member, shown) for name, member in value.items()}
+            return {
+                self.hide(name, shown, depth + 1): self.hide(member, shown, depth + 1) for name, member in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self.hide(member, shown) for member in value]
+            return [self.hide(member, shown, depth + 1) for member in value]
         return value
 
     def restore(self, rendered: str) -> str:
@@ -130,6 +155,9 @@ class _Placeholders:
         return text
 
     def _hide_text(self, text: str, shown: frozenset[str]) -> str:
+        if found := _SURROGATE.search(text):
+            message = f"text holds half of a surrogate pair, U+{ord(found[0]):04X}, which is no character; remove it"
+            raise InvalidRequest(message)
         text = self._controls.replace(text, lambda control: control if control in shown else self._hold(control))
         body = text.rstrip()
         end = len(body) - self._controls.held(body)  # a control token may begin here
@@ -148,6 +176,7 @@ def _prepare(message: Message, source: str, placeholders: _Placeholders) -> dict
     if prepared["role"] == "developer" and "developer" not in source:
         prepared["role"] = "system"  # the newer name; templates that do not know it would drop the message
     if prepared.get("tool_calls"):
+        _check_list(prepared["tool_calls"], "tool_calls", "objects with a function")
         prepared["tool_calls"] = [_tool_call(call) for call in prepared["tool_calls"]]
     hidden = placeholders.hide(prepared)
     if prepared["role"] == "assistant" and not any(prepared.get(name) for name in _REASONING_FIELDS):
@@ -190,12 +219,14 @@ def _arguments(arguments: Any, name: str) -> dict[str, Any]:
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"the arguments of the call to {name} are no valid JSON: {error}") from error
     if arguments is None or arguments == "" or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, Mapping):
-        raise InvalidRequest(f"the arguments of the call to {name} must be a JSON object, not {arguments!r}")
+        raise InvalidRequest(
+            f"the arguments of the call to {name} must be a JSON object, not {type(arguments).__name__}"
+        )
     return dict(arguments)
 
 

@@ -146,7 +146,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     text = read_text(file)
     try:
-        content = json.loads(read_text(file))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise (
             error if isinstance(error, UnusableFile) else UnusableFile(file, f"it is no valid JSON: {error}")

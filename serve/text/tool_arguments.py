@@ -12,6 +12,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _EXACT_IN_DOUBLE = 2**53
+_DEEPEST = 100  # levels of unions and references in a schema
 
 
 def typed_arguments(raw: Mapping[str, str], schema: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def typed_arguments(raw: Mapping[str, str], schema: Mapping[str, Any] | None) ->
     schema = schema if isinstance(schema, Mapping) else {}
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
-    return {name: _typed(text, set(_types(properties.get(name), schema))) for name, text in raw.items()}
+    return {name: _typed(text, set(_types(properties.get(name), schema, set()))) for name, text in raw.items()}
 
 
 def to_json(arguments: Mapping[str, Any]) -> str:
@@ -38,21 +39,22 @@ def to_json(arguments: Mapping[str, Any]) -> str:
     return _SURROGATE.sub(lambda half: f"\\u{ord(half.group()):04x}", text)
 
 
-def _types(schema: Any, root: Mapping[str, Any], seen: tuple[str, ...] = ()) -> Iterator[str]:
-    """Names of the JSON types that a property's schema mentions."""
-    if not isinstance(schema, Mapping):
+def _types(schema: Any, root: Mapping[str, Any], seen: set[int], depth: int = 0) -> Iterator[str]:
+    """Names of the JSON types that a property's schema mentions. `seen`: ids of the parts that were looked at."""
+    if not isinstance(schema, Mapping) or id(schema) in seen or depth > _DEEPEST:
         return
+    seen.add(id(schema))
     declared = schema.get("type")
     yield from (name for name in [declared, *_listed(declared)] if isinstance(name, str))
     for union in ("anyOf", "oneOf", "allOf"):
         for member in _listed(schema.get(union)):
-            yield from _types(member, root, seen)
+            yield from _types(member, root, seen, depth + 1)
     yield from map(_type_of, _listed(schema.get("enum")))
     if "const" in schema:
         yield _type_of(schema["const"])
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        yield from _types(_resolve(reference, root), root, (*seen, reference))
+    if isinstance(reference, str):
+        yield from _types(_resolve(reference, root), root, seen, depth + 1)
 
 
 def _listed(value: Any) -> list[Any]:

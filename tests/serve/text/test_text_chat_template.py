@@ -219,3 +219,51 @@ def test_the_requests_own_objects_are_left_alone(tokenizer):
     before = json.dumps(messages)
     encode_chat(tokenizer, messages)
     assert json.dumps(messages) == before
+
+
+def nested(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "says"),
+    [
+        ([{"role": "user", "content": "a\ud800b"}], {}, r"surrogate pair, U\+D800"),
+        ([{"role": "user", "content": "hi", "x\udfff": 1}], {}, "surrogate"),
+        (called('{"a": "\\ud800"}'), {}, "surrogate"),
+        (5, {}, "messages must be a list"),
+        ([USER], {"tools": 5}, "tools must be a list of objects such as .* not int"),
+        ([USER], {"tools": "abc"}, "tools must be a list of objects such as .* not str"),
+        ([USER], {"tools": ["abc"]}, "every tool must be an object"),
+        ([USER], {"tools": [{"function": nested(5000)}]}, "nested deeper than 100"),
+        ([USER], {"template_kwargs": 5}, "template_kwargs must be an object"),
+        ([USER | {"tool_calls": 5}], {}, "tool_calls must be a list of objects with a function, not int"),
+        (called({"a": nested(5000)}), {}, "nested deeper than 100"),
+        (called('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"), {}, "arguments"),
+        (called(nested(5000)), {}, "must be a JSON object, not list"),
+    ],
+)
+def test_requests_of_the_wrong_shape_are_refused(tokenizer, messages, options, says):
+    with pytest.raises(InvalidRequest, match=says):
+        encode_chat(tokenizer, messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 1 // (messages | length - 1) }}", "ZeroDivisionError"),
+        ("{{ range(10 ** 9) }}", "OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 'x'.encode('no such codec') }}", "LookupError"),
+    ],
+)
+def test_a_template_that_fails_is_named(bpe_spec, tmp_path, template, says):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(bpe_spec))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=rf"the chat template of .*tokenizer\.json fails: {says}") as caught:
+        render_chat(tokenizer, [USER])
+    assert not isinstance(caught.value, InvalidRequest)

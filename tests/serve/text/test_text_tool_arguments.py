@@ -108,3 +108,15 @@ def test_json_text():
     half = to_json({"a": read('{"k": "\\ud800"}', {"type": "object"})})
     assert half == '{"a": {"k": "\\ud800"}}'
     assert json.loads(half.encode()) == {"a": {"k": "\ud800"}}
+
+
+def test_references_that_double_at_every_level_end():
+    levels = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"$ref": f"#/$defs/{i + 1}"}]} for i in range(30)}
+    assert read("7", {"$ref": "#/$defs/0"}, **{"$defs": levels | {"30": {"type": "integer"}}}) == 7
+
+
+def test_unions_nested_too_deep_declare_nothing():
+    schema = {"type": "integer"}
+    for _ in range(5000):
+        schema = {"anyOf": [schema]}
+    assert read("7", schema) == "7"
