@@ -1,12 +1,13 @@
 """python -m modeling.convert SRC DST: a checkpoint as Orbax, which restores onto any number of devices.
 
 Weights keep their on-disk precision and packing. DST also gets the config, the tokenizer's files and a manifest, so
-that it can be used wherever SRC could.
+that it can be used wherever SRC could; of a GGUF file it keeps the metadata, where a tokenizer may be.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,4 +56,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # extension modules swallow KeyboardInterrupt while they load
     sys.exit(main())

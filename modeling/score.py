@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import signal
 import sys
 import zipfile
 from collections.abc import Callable
@@ -114,7 +115,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "checkpoint", nargs="?", default=DEFAULT_CHECKPOINT, help="folder, .gguf file or hub repository id"
     )
-    parser.add_argument("--tokens", type=Path, required=True, help=".npy of integer ids, [batch, seq]")
+    parser.add_argument("--config", help="folder, config.json or repository with the config, where a GGUF has none")
+    parser.add_argument(
+        "--tokens", type=Path, required=True, help=".npy of integer token ids, [batch, seq] or one row [seq]"
+    )
     parser.add_argument("--out", type=Path, required=True, help=".npz to write; holds `logits` [batch, seq, vocab]")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype")
     parser.add_argument("--media", type=Path, help="media inputs, for models that take them")
@@ -131,11 +135,12 @@ def main(argv: list[str] | None = None) -> int:
 
         from modeling import load
 
-        model = load(args.checkpoint, dtype=args.dtype)
+        model = load(args.checkpoint, dtype=args.dtype, config=args.config)
         check_tokens(tokens, model.config.vocab_size, model.config.max_position_embeddings)
         logits = score(model, tokens)
         with args.out.open("wb") as file:  # np.savez would append .npz to another name
             np.savez(file, logits=logits)
+        print(f"wrote {args.out}: logits {list(logits.shape)} float32")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -143,4 +148,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # extension modules swallow KeyboardInterrupt while they load
     sys.exit(main())

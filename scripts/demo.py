@@ -20,7 +20,7 @@ from modeling.default import DEFAULT_CHECKPOINT
 from serve.text import Delta, IncrementalDetokenizer, encode_chat, load_tokenizer
 from serve.text.glm47 import BLOCK_TAGS, Glm47Parser
 
-QUESTION = [{"role": "user", "content": "What is 7 + 5?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Norway?"}]
 WEATHER = [{"role": "user", "content": "What is the weather in Oslo?"}]
 TOOLS = [
     {

@@ -71,6 +71,8 @@ def assemble(
         CheckpointError: the model cannot be used. ValueError: a tokenizer or option cannot. The message is for users.
     """
     use_compilation_cache(compilation_cache)
+    # Its message that there is no TPU reads like a fault.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     source = str(model or DEFAULT_CHECKPOINT)
     config_source = None
     local = resolve(source)
@@ -96,7 +98,8 @@ def assemble(
     options = {name: value for name, value in engine_options.items() if value is not None}
     end_ids = generation.eos_token_ids + text.eos_token_ids
     engine = Engine(flint, EngineConfig(**options, progress=progress), end_ids)
-    name = local.name if model is None else str(model).rstrip("/")
+    on_disk = model is None or Path(model).expanduser().exists()
+    name = (local.stem if local.is_file() else local.resolve().name) if on_disk else str(model)
     return Assembled(engine, text, defaults, name, checkpoint.config_folder, folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import logging
+import signal
 import sys
 
 DIM, PLAIN = "\033[2m", "\033[0m"
@@ -58,7 +59,11 @@ def main(argv: list[str] | None = None) -> int:
             max_tokens=args.max_tokens,
         )
         with assembled.engine:
+            thought = False
             for delta in stream_chat(assembled, messages, enable_thinking=not args.no_thinking, sampling=sampling):
+                if thought and not delta.reasoning:
+                    print(file=sys.stderr, flush=True)  # between thinking and answer, wherever both are shown
+                thought = bool(delta.reasoning)
                 show(delta)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -81,4 +86,5 @@ def show(delta) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # extension modules swallow KeyboardInterrupt while they load
     sys.exit(main())

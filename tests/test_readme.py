@@ -16,7 +16,7 @@ def test_notebook_example_runs_and_is_right():
     code = next(block for block in BLOCKS if "modeling.load" in block)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("-> 12")
+    assert done.stdout.strip().endswith("-> Oslo")
 
 
 def test_examples_are_short():

@@ -121,6 +121,23 @@ def read_metadata(path: Path) -> dict[str, Any]:
         return _metadata(cursor, num_keys, only=None)[0]
 
 
+def metadata_only(path: Path) -> bytes:
+    """A GGUF file with the metadata of `path`, its tokenizer for instance, and without tensors.
+
+    Raises:
+        CheckpointError: the header cannot be read.
+    """
+    with path.open("rb") as file:
+        cursor = _Cursor(file, path, path.stat().st_size)
+        _, num_keys = _preamble(cursor)
+        _metadata(cursor, num_keys, only=frozenset())
+        end = file.tell()
+        file.seek(0)
+        header = bytearray(file.read(end))
+    header[8:16] = bytes(8)  # the number of tensors
+    return bytes(header)
+
+
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
     cursor.require(24)
     if cursor.file.read(4) != b"GGUF":

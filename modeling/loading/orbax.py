@@ -24,6 +24,7 @@ from modeling.errors import CheckpointError
 from modeling.flint import names as flint_names
 from modeling.flint.model import Flint
 from modeling.flint.params import parameter_names
+from modeling.loading import gguf
 from modeling.loading.faults import Faults
 from modeling.loading.plan import Plan, leaf_dtype
 from modeling.loading.source import MANIFEST, SIDE_FILES, Checkpoint
@@ -86,6 +87,9 @@ def save(model: Flint, plan: Plan, checkpoint: Checkpoint, folder: Path) -> None
     for pattern in SIDE_FILES:
         for file in sorted(checkpoint.config_folder.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
+    if checkpoint.kind == "gguf" and not [file for name in ("tokenizer.json", "*.model") for file in folder.glob(name)]:
+        # The tokenizer may be inside the GGUF file: keep its metadata, which a server reads it from.
+        (folder / "metadata.gguf").write_bytes(gguf.metadata_only(checkpoint.files[0]))
     routers = [str(leaf.dtype) for name, leaf in leaves.items() if flint_names.is_router(name)]
     manifest = Manifest(
         format=FORMAT,

@@ -59,20 +59,22 @@ def resolve(path: str | Path, *, weights: bool = True) -> Path:
     if local.exists():
         return local
     match = _REPOSITORY.fullmatch(str(path))
-    if match is None:
+    if match is None or str(path).startswith("."):
         raise CheckpointError(f"{path} does not exist, and is not a hub repository id such as org/name")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"{path} does not exist here; to fetch it from the hub, install huggingface_hub (firesteel[hub])"
+            f"{path} does not exist; to fetch it from the hub, install huggingface_hub (firesteel[hub])"
         ) from None
     patterns = [*SIDE_FILES, *(_WEIGHT_FILES if weights else ())]
     try:
         return Path(snapshot_download(match["repo"], revision=match["revision"], allow_patterns=patterns))
     except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path} does not exist here and could not be fetched from the hub: {reason}") from error
+        raise CheckpointError(
+            f"{path} does not exist, and could not be fetched from the hub either: {reason}"
+        ) from error
 
 
 def find(path: str | Path, config: str | Path | None = None) -> Checkpoint:

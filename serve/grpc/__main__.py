@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,4 +28,6 @@ def main(argv: Sequence[str] | None = None, assemble: Assemble | None = None) ->
 
 
 if __name__ == "__main__":
+    # Extension modules swallow KeyboardInterrupt while they load; the server installs handlers of its own.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

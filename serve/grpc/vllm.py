@@ -201,15 +201,19 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     # ---- About the server --------------------------------------------------------------------------------------
 
+    @_with_status
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> pb.HealthCheckResponse:
-        """Whether requests are served now; never an error, so that gateways can probe."""
-        if self._assembled is None:
-            return pb.HealthCheckResponse(healthy=False, message="The model is loading.")
+        """Whether requests are served now.
+
+        UNAVAILABLE while the model loads: a gateway takes any answer for a worker that can be asked for its model, and
+        would keep one that cannot say its name.
+        """
+        assembled = self._loaded()
         if self._draining:
             return pb.HealthCheckResponse(healthy=False, message="The server is shutting down.")
-        if not self._assembled.engine.is_alive:
+        if not assembled.engine.is_alive:
             return pb.HealthCheckResponse(healthy=False, message=_ENGINE_DIED)
         return pb.HealthCheckResponse(healthy=True, message="Ready.")
 

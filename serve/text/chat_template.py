@@ -87,7 +87,9 @@ def _render(
 ) -> tuple[str, _Placeholders]:
     source = template if template is not None else tokenizer.chat_template
     if source is None:
-        raise ValueError("the checkpoint has no chat template: add chat_template.jinja to it, or pass `template`")
+        raise ValueError(
+            "the checkpoint has no chat template: add chat_template.jinja to its folder, or name a tokenizer that has one"
+        )
     _check_list(messages, "messages", "messages with a role and content")
     if tools is not None:
         _check_list(tools, "tools", 'objects such as {"type": "function", "function": {...}}')

@@ -262,3 +262,14 @@ for source in map(pathlib.Path, {list(map(str, sources))}):
 """
     modules = "'gguf', 'orbax', 'huggingface_hub', 'tqdm', 'safetensors', 'tokenizers', 'torch'"
     assert run_without(modules, program, JAX_PLATFORMS="nonesuch").stdout.count("no tensor was read") == 2
+
+
+def test_the_tokenizer_inside_a_gguf_survives(tmp_path):
+    from modeling.loading.gguf import read_metadata
+
+    source = Path(__file__).parents[3] / "checkpoints" / "flint-tiny-nvfp4"
+    convert(source, tmp_path / "converted", progress=False)
+    kept = read_metadata(tmp_path / "converted" / "metadata.gguf")
+    assert kept == read_metadata(source / "model-nvfp4.gguf")
+    assert kept["tokenizer.huggingface.json"]
+    assert (tmp_path / "converted" / "metadata.gguf").stat().st_size < 200_000

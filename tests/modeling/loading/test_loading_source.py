@@ -64,7 +64,7 @@ def test_config_from_a_repository(hub, tmp_path):
 
 
 def test_hub_that_fails_is_one_sentence(hub):
-    with pytest.raises(modeling.CheckpointError, match=r"acme/other does not exist here and .* hub: no route$"):
+    with pytest.raises(modeling.CheckpointError, match=r"acme/other does not exist, and .* hub either: no route$"):
         resolve("acme/other")
 
 

@@ -38,10 +38,10 @@ def test_gr08_health_follows_loading_serving_and_draining(serving):
     harness = serving(load=False, step_seconds=0.01)
     watch = health_pb2_grpc.HealthStub(harness.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
     assert next(watch).status == check(harness) == check(harness, SERVICE) == Health.NOT_SERVING
-    assert not harness.stub.HealthCheck(pb.HealthCheckRequest()).healthy
-    with pytest.raises(grpc.RpcError) as error:
-        harness.generate([5])
-    assert error.value.code() is grpc.StatusCode.UNAVAILABLE and "loading" in error.value.details()
+    for call in (lambda: harness.stub.HealthCheck(pb.HealthCheckRequest()), lambda: harness.generate([5])):
+        with pytest.raises(grpc.RpcError) as error:
+            call()
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE and "loading" in error.value.details()
 
     harness.load()
     assert next(watch).status == check(harness) == check(harness, SERVICE) == Health.SERVING
