@@ -88,7 +88,7 @@ def _render(
     source = template if template is not None else tokenizer.chat_template
     if source is None:
         raise ValueError(
-            "the checkpoint has no chat template: add chat_template.jinja to its folder, or name a tokenizer that has one"
+            "the checkpoint has no chat template: add chat_template.jinja, or name a tokenizer that has one"
         )
     _check_list(messages, "messages", "messages with a role and content")
     if tools is not None:
