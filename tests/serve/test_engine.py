@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 from tiny import tiny_flint
 
+from modeling.cache import CacheShape
+from modeling.sampling import TopLogprobs
 from modeling.score import score
 from serve import programs
-from serve.engine import Engine, EngineConfig
+from serve.engine import Engine, EngineConfig, _token_logprob
 from serve.request import EngineBusy, EngineClosed, InvalidRequest, Output, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -474,3 +477,26 @@ def test_cache_memory_does_not_grow_while_serving(engine):
     )  # > 1,000 tokens
     assert sum(array.nbytes for array in jax.live_arrays()) == before
     assert [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(engine._programs.cache)] == places
+
+
+@pytest.mark.parametrize("max_len, slots", [(2, 2), (65, 2)])
+def test_a_cache_for_one_sequence_serves_a_queue(model, max_len, slots):
+    """Two slots, pages for one full sequence: requests wait for pages, none for ever, and give all back."""
+    shape = CacheShape.for_sequences(model.config, slots, max_len, max_chunk=16)
+    least = dataclasses.replace(shape, num_full_pages=shape.max_pages).bytes(model.config, model.dtype)
+    config = EngineConfig(
+        num_slots=slots, max_model_len=max_len, prefill_chunks=(16,), cache_bytes=least, decode_steps=4, progress=False
+    )
+    with Engine(model, config) as engine:
+        assert engine.stats().kv_pages_total == shape.max_pages
+        lengths = [min(1 + 7 * i, max_len - 1) for i in range(8)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=5)
+        done = run(engine, *(Request(f"r{i}", prompt(n, seed=i), sampling) for i, n in enumerate(lengths)))
+        assert [len(done[f"r{i}"].token_ids) for i in range(8)] == [min(5, max_len - n) for n in lengths]
+        assert engine.stats().kv_pages_used == 0
+
+
+def test_sa08_infinite_logprobs_are_floored():
+    scores = TopLogprobs(np.float32(-np.inf), np.array([0.0, -np.inf], np.float32), np.array([3, 4], np.int32))
+    entry = _token_logprob(4, scores, (), 2)
+    assert (entry.logprob, entry.top) == (-9999.0, ((3, 0.0), (4, -9999.0)))
