@@ -14,7 +14,7 @@ from gateway import gateway
 ROOT = Path(__file__).parents[3]
 NVFP4 = "checkpoints/flint-tiny-nvfp4"  # one GGUF file: the gateway gets the tokenizer inside it
 # Options of the server -> the name it gives the model.
-MODELS = {(): "flint-tiny", ("--model", NVFP4): NVFP4}
+MODELS = {(): "flint-tiny", ("--model", NVFP4): "flint-tiny-nvfp4"}
 WEATHER = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
