@@ -68,11 +68,6 @@ class FlintConfig:
         if problems:
             raise CheckpointError("config.json does not describe a Flint model:\n  " + "\n  ".join(problems))
 
-    @property
-    def queries_per_kv_head(self) -> int:
-        """Query heads that share one KV head (the GQA group)."""
-        return self.num_attention_heads // self.num_key_value_heads
-
     def window(self, layer: int) -> int | None:
         """Keys visible to a query of this layer, itself included; None means all before it."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None

@@ -76,7 +76,7 @@ class Oracle:
         for i in range(tokens):
             seen = slice(max(0, i - window + 1), i + 1)
             for h in range(c.num_attention_heads):
-                g = h // c.queries_per_kv_head
+                g = h // (c.num_attention_heads // c.num_key_value_heads)
                 s = k[seen, g] @ q[i, h]
                 p = np.exp((s - s.max()) * c.head_dim**-0.5)
                 z = p.sum() + np.exp(self.p[name + "sinks"][h] - s.max() * c.head_dim**-0.5)

@@ -14,11 +14,11 @@ import pytest
 from tiny import tiny_flint
 
 from modeling.cache import CacheShape
-from modeling.sampling import TopLogprobs
+from modeling.sampling import MAX_TOP_LOGPROBS, TopLogprobs
 from modeling.score import score
 from serve import programs
 from serve.engine import Engine, EngineConfig, _token_logprob
-from serve.request import EngineBusy, EngineClosed, InvalidRequest, Output, Request, SamplingParams
+from serve.request import MAX_LOGPROBS, EngineBusy, EngineClosed, InvalidRequest, Output, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 CONFIG = EngineConfig(
@@ -494,6 +494,10 @@ def test_a_cache_for_one_sequence_serves_a_queue(model, max_len, slots):
         done = run(engine, *(Request(f"r{i}", prompt(n, seed=i), sampling) for i, n in enumerate(lengths)))
         assert [len(done[f"r{i}"].token_ids) for i in range(8)] == [min(5, max_len - n) for n in lengths]
         assert engine.stats().kv_pages_used == 0
+
+
+def test_requests_may_ask_for_as_many_logprobs_as_the_device_gives():
+    assert MAX_LOGPROBS == MAX_TOP_LOGPROBS  # two layers, one number; the request's has no JAX behind it
 
 
 def test_sa08_infinite_logprobs_are_floored():
