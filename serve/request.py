@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
 
 
 class InvalidRequest(ValueError):
@@ -63,13 +68,40 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Media:
+    """One picture or clip, already cut into what a tower reads: one row a placeholder token.
+
+    Attributes:
+        kind: which tower reads it.
+        rows: image: [patches, 2, patch_size, patch_size, 3] float32, normalised. audio: [frames, mel_bins] uint8, dMel
+            bins.
+        offset: index in the prompt's token ids of its first placeholder; the others follow without a gap.
+    """
+
+    kind: Literal["image", "audio"]
+    rows: np.ndarray
+    offset: int
+
+    @functools.cached_property
+    def content_hash(self) -> str:
+        """Names the content wherever it is placed; SHA-256 in hex."""
+        head = f"{self.kind} {self.rows.dtype} {self.rows.shape} ".encode()
+        return hashlib.sha256(head + np.ascontiguousarray(self.rows).tobytes()).hexdigest()
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sequence to continue. `request_id` is unique among the requests in the engine."""
+    """One sequence to continue. `request_id` is unique among the requests in the engine.
+
+    Attributes:
+        media: pictures and clips in the order of their offsets; every placeholder token belongs to exactly one.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    media: tuple[Media, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
