@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.full_size import MODELS, full_size, streaming_read_bandwidth
+from modeling.batch import Batch
 from modeling.flint.config import SLIDING, FlintConfig
-from modeling.flint.model import Batch, Flint, forward
+from modeling.flint.model import Flint
 from modeling.flint.params import parameter_names
 
 
@@ -60,7 +61,7 @@ def measure(config: FlintConfig, weight_format: str, context: int, batch: int, s
         def step(_, carry):
             cache, tokens, length = carry
             chunk = Batch(tokens[:, None], length, jnp.ones(batch, jnp.int32), pages)
-            hidden, cache = forward(model, chunk, cache)
+            hidden, cache = model.forward(chunk, cache)
             tokens = jnp.argmax(model.logits(hidden[:, 0]), -1).astype(jnp.int32)
             return cache, tokens, length + 1
 

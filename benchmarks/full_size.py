@@ -8,7 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from modeling.cache import Cache, CacheShape, PageTables, make_cache
+from modeling.cache import Cache, CacheShape, PageTables, consecutive_pages, make_cache
 from modeling.flint.config import FlintConfig
 from modeling.flint.model import Flint
 from modeling.flint.params import random_parameters
@@ -24,11 +24,7 @@ def full_size(
     shape = CacheShape.for_sequences(config, batch, max_len, max_chunk)
     empty = jax.eval_shape(lambda: make_cache(config, shape, model.dtype))
     cache = jax.tree.map(lambda pool: jax.random.normal(jax.random.key(1), pool.shape, pool.dtype), empty)
-    pages = PageTables(
-        jnp.arange(shape.num_full_pages, dtype=jnp.int32).reshape(batch, -1),
-        jnp.arange(shape.num_window_pages, dtype=jnp.int32).reshape(batch, -1),
-    )
-    return model, cache, pages
+    return model, cache, consecutive_pages(shape)
 
 
 def streaming_read_bandwidth() -> float:

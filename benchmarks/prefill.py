@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.full_size import MODELS, full_size, matrix_rate
+from modeling.batch import Batch
 from modeling.flint.config import FlintConfig
-from modeling.flint.model import Batch, forward
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def measure(config: FlintConfig, weight_format: str, tokens: int, chunk: int, re
     @functools.partial(jax.jit, donate_argnums=1)
     def step(leaves, cache, ids, start):
         model = jax.tree.unflatten(treedef, leaves)
-        hidden, cache = forward(model, Batch(ids, start, jnp.full(1, chunk, jnp.int32), pages), cache)
+        hidden, cache = model.forward(Batch(ids, start, jnp.full(1, chunk, jnp.int32), pages), cache)
         return cache, model.logits(hidden[:, -1])
 
     ids = jax.random.randint(jax.random.key(2), (1, chunk), 0, config.vocab_size, jnp.int32)

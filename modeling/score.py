@@ -44,14 +44,14 @@ def _step(treedef: Any) -> Callable[..., Any]:
     """The jitted step of models of this structure; kept, so that scoring again compiles nothing."""
     import jax
 
-    from modeling.flint.model import Batch, forward
+    from modeling.batch import Batch
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(leaves, cache, tokens, start, length, pages):
         model = jax.tree.unflatten(treedef, leaves)
         rows = tokens.shape[0]
         batch = Batch(tokens, start[None].repeat(rows), length[None].repeat(rows), pages)
-        hidden, cache = forward(model, batch, cache)
+        hidden, cache = model.forward(batch, cache)
         return model.logits(hidden), cache
 
     return step
@@ -59,17 +59,13 @@ def _step(treedef: Any) -> Callable[..., Any]:
 
 def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
     import jax
-    import jax.numpy as jnp
 
-    from modeling.cache import CacheShape, PageTables, make_cache
+    from modeling.cache import CacheShape, consecutive_pages, make_cache
 
     batch, seq = tokens.shape
     chunk = min(seq, max(1, CHUNK_TOKENS // batch))
     shape = CacheShape.for_sequences(model.config, batch, seq, chunk)
-    pages = PageTables(
-        jnp.arange(shape.num_full_pages, dtype=jnp.int32).reshape(batch, -1),
-        jnp.arange(shape.num_window_pages, dtype=jnp.int32).reshape(batch, -1),
-    )
+    pages = consecutive_pages(shape)
     cache = make_cache(model.config, shape, model.dtype)
     leaves, treedef = jax.tree.flatten(model)
     out = np.empty((batch, seq, model.config.vocab_size), np.float32)

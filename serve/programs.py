@@ -19,8 +19,9 @@ import numpy as np
 from jax import lax
 from tqdm import tqdm
 
+from modeling.batch import Batch
 from modeling.cache import Cache, CacheShape, PageTables, make_cache
-from modeling.flint.model import Batch, Flint, forward
+from modeling.flint.model import Flint
 from modeling.sampling import (
     MAX_TOP_LOGPROBS,
     SamplingState,
@@ -109,7 +110,7 @@ class Programs:
         self.config, self.dtype, self.shapes = model.config, model.dtype, shapes
         self._leaves, self._treedef = jax.tree.flatten(model)
         self._compiled: dict[str, Callable[..., Any]] = {}
-        self.cache: Cache = ()
+        self.cache: Cache | None = None
         self.state: SlotState | None = None
         self.reset()
 
@@ -118,7 +119,7 @@ class Programs:
         for leaf in jax.tree.leaves((self.cache, self.state)):
             if not leaf.is_deleted():  # a step that raised took its donated buffers along
                 leaf.delete()
-        self.cache, self.state = (), None
+        self.cache, self.state = None, None
 
     def reset(self) -> None:
         """Fresh, empty device state; also after a step that raised. The old is freed first: two would not fit."""
@@ -132,6 +133,7 @@ class Programs:
         pages = PageTables(
             jnp.full((slots, cache.max_pages), cache.num_full_pages, jnp.int32),
             jnp.full((slots, cache.ring), cache.num_window_pages, jnp.int32),
+            jnp.arange(slots, dtype=jnp.int32),
         )
         sampling = make_sampling_state(slots, self.config.vocab_size, self.shapes.num_stops)
         state = SlotState(sampling, pages, zeros, zeros, zeros, jnp.zeros(slots, bool))
@@ -155,7 +157,9 @@ class Programs:
         return SlotState(
             sampling,
             PageTables(
-                state.pages.full.at[slot].set(row.full_pages), state.pages.window.at[slot].set(row.window_pages)
+                state.pages.full.at[slot].set(row.full_pages),
+                state.pages.window.at[slot].set(row.window_pages),
+                state.pages.slot,
             ),
             state.last_token.at[slot].set(0),
             state.length.at[slot].set(0),
@@ -166,7 +170,7 @@ class Programs:
     def _prefill_hidden(self, model: Flint, cache: Cache, state: SlotState, slot, tokens, length):
         pages = jax.tree.map(lambda table: table[slot][None], state.pages)
         start = state.length[slot]
-        hidden, cache = forward(model, Batch(tokens[None], start[None], length[None], pages), cache)
+        hidden, cache = model.forward(Batch(tokens[None], start[None], length[None], pages), cache)
         real = jnp.arange(tokens.shape[0]) < length
         seen = jnp.where(real, tokens, self.config.vocab_size)
         in_prompt = state.sampling.in_prompt.at[slot, seen].set(True, mode="drop")
@@ -232,7 +236,7 @@ class Programs:
             step, cache, state, out = carry
             active = state.active
             batch = Batch(state.last_token[:, None], state.length, active.astype(jnp.int32), state.pages)
-            hidden, cache = forward(model, batch, cache)
+            hidden, cache = model.forward(batch, cache)
             logits = model.logits(hidden[:, 0])
             tokens = jnp.where(active, sample(logits, state.sampling), 0)
             logprobs = lax.cond(want_logprobs, lambda: top_logprobs(logits, tokens), no_logprobs)

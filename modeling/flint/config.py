@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+from modeling.config_reader import MAX_LAYERS, ConfigReader
 from modeling.errors import CheckpointError
-
-log = logging.getLogger(__name__)
+from modeling.layer_shape import LayerShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-# A damaged number must end in a sentence, not in a list of a billion layers.
-MAX_LAYERS, MAX_SIZE = 1000, 1 << 24
 
 # Keys that change nothing at inference, so that a key outside both lists can be reported as unknown.
 _IGNORED_KEYS: frozenset[str] = frozenset(
@@ -68,6 +63,19 @@ class FlintConfig:
         if problems:
             raise CheckpointError("config.json does not describe a Flint model:\n  " + "\n  ".join(problems))
 
+    conv_kernel_size: ClassVar[int] = 1  # no short convolutions
+    draft_cache_layers: ClassVar[tuple[LayerShape, ...]] = ()  # nor drafting depths
+
+    @property
+    def kept_vocab_size(self) -> int:
+        """Columns of the logits: the vocabulary has no padding."""
+        return self.vocab_size
+
+    @property
+    def cache_layers(self) -> tuple[LayerShape, ...]:
+        """What each layer keeps of the tokens it has seen."""
+        return tuple(LayerShape(kind == SLIDING, self.num_key_value_heads, self.head_dim) for kind in self.layer_types)
+
     def window(self, layer: int) -> int | None:
         """Keys visible to a query of this layer, itself included; None means all before it."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
@@ -79,7 +87,7 @@ class FlintConfig:
         Raises:
             CheckpointError: a field is missing, ill-typed, unsupported, or two fields disagree; all faults at once.
         """
-        return _Reader(raw).read()
+        return _read(raw)
 
 
 def derived_layer_types(num_hidden_layers: int) -> tuple[str, ...]:
@@ -118,141 +126,73 @@ def _problems(c: FlintConfig):
         yield f"rms_norm_eps must be positive, not {c.rms_norm_eps}"
 
 
-_KIND_NAMES = {
-    int: "an integer", float: "a finite number", bool: "true or false", list: "a list", dict: "an object"
-}  # fmt: skip
+def _read(raw: Mapping[str, Any]) -> FlintConfig:
+    reader = ConfigReader(raw, "Flint", _IGNORED_KEYS)
+    # The sizes have no sensible default: a file without one is not a config of this family.
+    sizes = {
+        name: reader.size(name)
+        for name in "vocab_size hidden_size num_attention_heads num_key_value_heads intermediate_size "
+        "moe_intermediate_size shared_expert_intermediate_size num_experts num_experts_per_tok".split()
+    }
+    num_layers = reader.size("num_hidden_layers", limit=MAX_LAYERS)
+    window = reader.field("sliding_window", int, default=FlintConfig.sliding_window)
+    if not reader.field("use_sliding_window", bool, default=True):
+        window = None
+    values: dict[str, Any] = dict(
+        sizes,
+        num_hidden_layers=num_layers,
+        head_dim=reader.size("head_dim", FlintConfig.head_dim),
+        norm_topk_prob=reader.field("norm_topk_prob", bool, default=True),
+        layer_types=_layer_types(reader, num_layers),
+        sparse_layers=_sparse_layers(reader, num_layers),
+        sliding_window=window,
+        rope_theta=_rope_theta(reader),
+        max_position_embeddings=reader.size("max_position_embeddings", FlintConfig.max_position_embeddings),
+        rms_norm_eps=reader.field("rms_norm_eps", float, default=1e-6),
+        eos_token_ids=reader.token_ids("eos_token_id", sizes["vocab_size"]),
+    )
+    reader.must_be(router_score_function="sigmoid", hidden_act="silu", attention_bias=False, tie_word_embeddings=False)
+    reader.finish()
+    return FlintConfig(**values)
 
 
-class _Reader:
-    """Reads fields one by one, notes which were used, and collects faults instead of stopping at the first."""
+def _layer_types(reader: ConfigReader, n: int) -> tuple[str, ...]:
+    given = reader.strings("layer_types")
+    layer_types = tuple(given) if given is not None else derived_layer_types(n)
+    no_rope = reader.indices("no_rope_layer_indices", n)
+    if no_rope is not None:
+        full = {i for i, kind in enumerate(layer_types) if kind == FULL}
+        if full != set(no_rope):
+            reader.faults.append(
+                "layer_types and no_rope_layer_indices disagree (full-attention layers are the ones without RoPE) "
+                f"about layers {sorted(full ^ set(no_rope))}"
+            )
+    return layer_types
 
-    def __init__(self, raw: Mapping[str, Any]):
-        self.raw = raw
-        self.used: set[str] = set(_IGNORED_KEYS)
-        self.faults: list[str] = []
 
-    def field(self, name: str, kind: type, default: Any = None, required: bool = False) -> Any:
-        self.used.add(name)
-        value = self.raw.get(name)
-        if value is None:
-            if required:
-                self.faults.append(f"{name} is missing")
-            return default
-        numeric = kind in (int, float) and isinstance(value, bool)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e30:
-            value = float(value)
-        if not isinstance(value, kind) or numeric or (kind is float and not math.isfinite(value)):
-            self.faults.append(f"{name} must be {_KIND_NAMES[kind]}, not {value!r:.60}")
-            return default
-        return value
+def _sparse_layers(reader: ConfigReader, n: int) -> tuple[bool, ...]:
+    dense = reader.indices("mlp_only_layers", n)
+    dense = {0, 1} if dense is None else set(dense)
+    step = reader.field("decoder_sparse_step", int, default=1)
+    if step < 1:
+        reader.fault("decoder_sparse_step", f"must be at least 1, not {step}")
+        step = 1
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(n))
 
-    def size(self, name: str, required: bool = False) -> int:
-        """A dimension; 1 stands in for an unusable one."""
-        value = self.field(name, int, 1 if required else getattr(FlintConfig, name), required)
-        limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-        if value > limit:
-            self.faults.append(f"{name} = {value:.3e} is beyond {limit}, which no checkpoint of this family has")
-            return 1
-        return value
 
-    def must_be(self, name: str, supported: Any) -> None:
-        self.used.add(name)
-        value = self.raw.get(name, supported)
-        if value != supported:
-            self.faults.append(f"{name} = {value!r} is not supported: Flint has {supported!r}")
-
-    def indices(self, name: str, n: int) -> list[int] | None:
-        """A list of indices of the `n` layers, or None when absent."""
-        value = self.field(name, list)
-        if value is None:
-            return None
-        if bad := [i for i in value if type(i) is not int or not 0 <= i < n]:
-            self.faults.append(f"{name} names layers {bad} outside 0..{n - 1}")
-        return value
-
-    def read(self) -> FlintConfig:
-        # The sizes have no sensible default: a file without one is not a config of this family.
-        sizes = {
-            name: self.size(name, required=True)
-            for name in "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
-            "intermediate_size moe_intermediate_size shared_expert_intermediate_size num_experts "
-            "num_experts_per_tok".split()
-        }
-        layer_types = self.layer_types(sizes["num_hidden_layers"])
-        window = self.field("sliding_window", int, default=FlintConfig.sliding_window)
-        if not self.field("use_sliding_window", bool, default=True):
-            window = None
-        values: dict[str, Any] = dict(
-            sizes,
-            head_dim=self.size("head_dim"),
-            norm_topk_prob=self.field("norm_topk_prob", bool, default=True),
-            layer_types=layer_types,
-            sparse_layers=self.sparse_layers(sizes["num_hidden_layers"]),
-            sliding_window=window,
-            rope_theta=self.rope_theta(),
-            max_position_embeddings=self.size("max_position_embeddings"),
-            rms_norm_eps=self.field("rms_norm_eps", float, default=1e-6),
-            eos_token_ids=self.eos_token_ids(),
-        )
-        for name, supported in dict(
-            router_score_function="sigmoid", hidden_act="silu", attention_bias=False, tie_word_embeddings=False
-        ).items():
-            self.must_be(name, supported)
-        if self.faults:
-            raise CheckpointError("config.json cannot be used:\n  " + "\n  ".join(self.faults))
-        if unknown := sorted(set(self.raw) - self.used):
-            log.warning("config.json has keys that Flint does not know and that are ignored: %s", ", ".join(unknown))
-        return FlintConfig(**values)
-
-    def layer_types(self, n: int) -> tuple[str, ...]:
-        given = self.field("layer_types", list)
-        if given is not None and not all(isinstance(kind, str) for kind in given):
-            self.faults.append(f"layer_types must be a list of strings, not {given!r}")
-            given = None
-        layer_types = tuple(given) if given is not None else derived_layer_types(n)
-        no_rope = self.indices("no_rope_layer_indices", n)
-        if no_rope is not None:
-            full = {i for i, kind in enumerate(layer_types) if kind == FULL}
-            if full != set(no_rope):
-                self.faults.append(
-                    "layer_types and no_rope_layer_indices disagree (full-attention layers are the ones without RoPE) "
-                    f"about layers {sorted(full ^ set(no_rope))}"
-                )
-        return layer_types
-
-    def sparse_layers(self, n: int) -> tuple[bool, ...]:
-        dense = self.indices("mlp_only_layers", n)
-        dense = {0, 1} if dense is None else set(dense)
-        step = self.field("decoder_sparse_step", int, default=1)
-        if step < 1:
-            self.faults.append(f"decoder_sparse_step must be at least 1, not {step}")
-            step = 1
-        return tuple(i not in dense and (i + 1) % step == 0 for i in range(n))
-
-    def rope_theta(self) -> float:
-        legacy = self.field("rope_theta", float)
-        rope = self.field("rope_parameters", dict) or {}
-        scaling = self.field("rope_scaling", dict) or rope
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default":
-            self.faults.append(f"rope_type {kind!r} is not supported: Flint's is 'default' (no scaling)")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            self.faults.append("partial_rotary_factor is not supported: all of head_dim rotates in Flint")
-        theta = rope.get("rope_theta", legacy)
-        if legacy is not None and theta != legacy:
-            self.faults.append(f"rope_theta {legacy} and rope_parameters.rope_theta {theta} disagree")
-        if theta is not None and not (isinstance(theta, int | float) and 0 < theta < 1e30):
-            self.faults.append(f"rope_theta must be a positive number, not {theta!r:.60}")
-            theta = None
-        return float(theta if theta is not None else FlintConfig.rope_theta)
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        value = self.raw.get("eos_token_id")
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        vocab_size = self.raw.get("vocab_size")
-        if not all(type(i) is int and i >= 0 for i in ids) or (
-            type(vocab_size) is int and max(ids, default=0) >= vocab_size
-        ):
-            self.faults.append(f"eos_token_id must be an id below vocab_size, a list of ids or null, not {value!r}")
-            return ()
-        return tuple(ids)
+def _rope_theta(reader: ConfigReader) -> float:
+    legacy = reader.field("rope_theta", float)
+    rope = reader.field("rope_parameters", dict) or {}
+    scaling = reader.field("rope_scaling", dict) or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        reader.faults.append(f"rope_type {kind!r} is not supported: Flint's is 'default' (no scaling)")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        reader.faults.append("partial_rotary_factor is not supported: all of head_dim rotates in Flint")
+    theta = rope.get("rope_theta", legacy)
+    if legacy is not None and theta != legacy:
+        reader.faults.append(f"rope_theta {legacy} and rope_parameters.rope_theta {theta} disagree")
+    if theta is not None and not (isinstance(theta, int | float) and 0 < theta < 1e30):
+        reader.faults.append(f"rope_theta must be a positive number, not {theta!r:.60}")
+        theta = None
+    return float(theta if theta is not None else FlintConfig.rope_theta)

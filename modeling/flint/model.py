@@ -3,7 +3,7 @@
 Two ways to run it share every layer:
 
 * `model(tokens)` is the definition: no cache, dense attention, every expert on every token, differentiable.
-* `forward(model, batch, cache)` is what the engine, the scorer and the benchmarks jit: one chunk of each row against
+* `model.forward(batch, cache)` is what the engine, the scorer and the benchmarks jit: one chunk of each row against
   a paged cache. A decode step is a chunk of one token.
 """
 
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from modeling.cache import Cache, LayerCache, PageTables, write_pages
+from modeling.batch import Batch
+from modeling.cache import Cache, LayerCache, write_pages
 from modeling.flint.config import SLIDING, FlintConfig
 from modeling.layers.attention import dense_attention, paged_attention
+from modeling.layers.embedding import Embedding
 from modeling.layers.linear import Linear
 from modeling.layers.mlp import SwiGLU
 from modeling.layers.moe import SparseMLP
@@ -29,32 +30,6 @@ from modeling.layers.rope import apply_rope, rope_angles
 # q [batch, tokens, heads, head_dim], k, v [batch, tokens, kv_heads, head_dim], sinks [heads], window ->
 # output like q, and the layer's updated cache (None without one).
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int | None], tuple[jax.Array, LayerCache | None]]
-
-
-class Batch(NamedTuple):
-    """One step's input: a chunk of each row.
-
-    Attributes:
-        tokens: [batch, chunk] int32.
-        starts: [batch] int32, the position of `tokens[:, 0]`, which is also the number of tokens cached before it.
-        lengths: [batch] int32, how many of the chunk's tokens are real; 0 for an idle row.
-        pages: where the rows' pages are, those of this chunk included.
-    """
-
-    tokens: jax.Array
-    starts: jax.Array
-    lengths: jax.Array
-    pages: PageTables
-
-
-class Embedding(nnx.Module):
-    """Token embedding, `weight` [vocab_size, hidden_size]."""
-
-    def __init__(self, vocab_size: int, hidden_size: int):
-        self.weight = nnx.Param(jnp.zeros((vocab_size, hidden_size), jnp.bfloat16))
-
-    def __call__(self, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        return self.weight[...][tokens].astype(dtype)
 
 
 class Attention(nnx.Module):
@@ -182,6 +157,31 @@ class Flint(nnx.Module):
         y, _ = self.norm.add(x, residual)
         return self.logits(y)
 
+    def forward(self, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Runs one chunk of each row and writes its keys and values to the cache.
+
+        Args:
+            batch: the chunk; rows may have different lengths and starts.
+            cache: donate it where this is jitted.
+
+        Returns:
+            Final hidden states [batch, chunk, hidden_size] (rows past `lengths` are meaningless) and the updated cache.
+        """
+        chunk = batch.tokens.shape[1]
+        positions = batch.starts[:, None] + jnp.arange(chunk)
+        valid = jnp.arange(chunk) < batch.lengths[:, None]
+        angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        (x, residual), layers = self.embed(batch.tokens), []
+        for i, layer in enumerate(self.layers):
+            table = batch.pages.window if self.config.layer_types[i] == SLIDING else batch.pages.full
+            x, residual, layer_cache = _cached_layer(
+                layer, x, residual, cache.layers[i], table, positions, valid, angles
+            )
+            layers.append(layer_cache)
+        with jax.named_scope("final_norm"):
+            y, _ = self.norm.add(x, residual)
+        return y, cache._replace(layers=tuple(layers))
+
 
 @functools.partial(jax.jit, inline=False)
 def _cached_layer(layer: DecoderLayer, x, residual, cache: LayerCache, table, positions, valid, angles):
@@ -192,27 +192,3 @@ def _cached_layer(layer: DecoderLayer, x, residual, cache: LayerCache, table, po
         return paged_attention(q, new_cache, sinks, table, positions, valid, window), new_cache
 
     return layer(x, residual, angles, attend, valid)
-
-
-def forward(model: Flint, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
-    """Runs one chunk of each row and writes its keys and values to the cache.
-
-    Args:
-        batch: the chunk; rows may have different lengths and starts.
-        cache: donate it where this is jitted.
-
-    Returns:
-        Final hidden states [batch, chunk, hidden_size] (rows past `lengths` are meaningless) and the updated cache.
-    """
-    chunk = batch.tokens.shape[1]
-    positions = batch.starts[:, None] + jnp.arange(chunk)
-    valid = jnp.arange(chunk) < batch.lengths[:, None]
-    angles = rope_angles(positions, model.config.head_dim, model.config.rope_theta)
-    (x, residual), new_cache = model.embed(batch.tokens), []
-    for i, layer in enumerate(model.layers):
-        table = batch.pages.window if model.config.layer_types[i] == SLIDING else batch.pages.full
-        x, residual, layer_cache = _cached_layer(layer, x, residual, cache[i], table, positions, valid, angles)
-        new_cache.append(layer_cache)
-    with jax.named_scope("final_norm"):
-        y, _ = model.norm.add(x, residual)
-    return y, tuple(new_cache)

@@ -1,7 +1,11 @@
-"""Grouped-query attention with sinks: dense over one chunk, and over a paged cache.
+"""Grouped-query attention: dense over one chunk, and over a paged cache, with what either model adds to it.
 
-A sink is one more softmax logit a query head, without a value: it takes probability and gives nothing. It is not
-multiplied by the attention scale. Rounding follows the reference's decode kernel: float32 scores, probabilities
+* Sinks (Flint): one more softmax logit a query head, without a value: it takes probability and gives nothing. It is
+  not multiplied by the attention scale.
+* A relative bias (Inkling): `rel[t, h, distance]` is added to the scaled score of the key that many positions back.
+  Keys beyond its extent are seen with bias zero. It is not multiplied by the attention scale either.
+
+Rounding follows the reference's decode kernel: float32 scores, probabilities
 rounded for the product with the values, their sum taken before that rounding.
 """
 
@@ -44,8 +48,24 @@ def visible(q_positions: jax.Array, k_positions: jax.Array, window: int | None) 
     return seen if window is None else seen & (distance < window)
 
 
-def partial_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Partial:
-    """q [batch, tokens, heads, head_dim], k and v [batch, kv_heads, keys, head_dim], mask [batch, tokens, keys].
+def relative_bias(rel: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    """The bias of each query and key: rel [batch, tokens, heads, extent] -> [batch, heads, tokens, keys] float32.
+
+    Args:
+        q_positions: [batch, tokens]. k_positions: [batch, keys].
+    """
+    extent = rel.shape[-1]
+    distance = q_positions[:, :, None] - k_positions[:, None, :]
+    picked = jnp.take_along_axis(rel, jnp.clip(distance, 0, extent - 1)[:, :, None, :], axis=-1)
+    inside = (distance >= 0) & (distance < extent)
+    return jnp.where(inside[:, :, None, :], picked, 0).astype(jnp.float32).swapaxes(1, 2)
+
+
+def partial_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float, bias: jax.Array | None = None
+) -> Partial:
+    """q [batch, tokens, heads, head_dim], k and v [batch, kv_heads, keys, head_dim], mask [batch, tokens, keys], bias
+    [batch, heads, tokens, keys].
 
     Masked keys and values may hold anything, NaN included: they are replaced, not weighted by zero.
     """
@@ -53,33 +73,34 @@ def partial_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array)
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
     scores = dot32("btkgd,bksd->bkgts", grouped, k)
+    if bias is not None:
+        # Scores stay unscaled up to the exponential; a division by a scale that is a power of two is exact.
+        scores = scores + bias.reshape(batch, kv_heads, heads // kv_heads, tokens, -1) / scale
     mask = mask[:, None, None]
     scores = jnp.where(mask, scores, -jnp.inf)
     m = scores.max(-1)
-    p = jnp.where(mask, jnp.exp2(_exp2_scale(head_dim) * (scores - _finite(m)[..., None])), 0.0)
+    p = jnp.where(mask, jnp.exp2(scale * LOG2_E * (scores - _finite(m)[..., None])), 0.0)
     used = mask.any(axis=3)[:, 0, 0, None, :, None]  # keys that some query of the row sees
     o = dot32("bkgts,bksd->bkgtd", rounded(p, q.dtype), jnp.where(used, v, 0))
     return Partial(m, p.sum(-1), o)
 
 
-def merge(a: Partial, b: Partial, head_dim: int) -> Partial:
+def merge(a: Partial, b: Partial, scale: float) -> Partial:
     """Partials of two disjoint sets of keys as the partial of their union."""
     m = jnp.maximum(a.m, b.m)
-    scale_a, scale_b = (jnp.exp2(_exp2_scale(head_dim) * (part.m - _finite(m))) for part in (a, b))
+    scale_a, scale_b = (jnp.exp2(scale * LOG2_E * (part.m - _finite(m))) for part in (a, b))
     return Partial(m, a.l * scale_a + b.l * scale_b, a.o * scale_a[..., None] + b.o * scale_b[..., None])
 
 
-def finish(part: Partial, sinks: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def finish(part: Partial, sinks: jax.Array | None, scale: float, dtype: jnp.dtype) -> jax.Array:
     """Adds the sinks [heads] once and normalises: [batch, tokens, heads, head_dim]. Queries without keys give 0."""
     batch, kv_heads, group, tokens, head_dim = part.o.shape
-    sink = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1)
-    z = part.l + jnp.exp2(sink * LOG2_E - _exp2_scale(head_dim) * _finite(part.m))
+    z = part.l
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1)
+        z = z + jnp.exp2(sink * LOG2_E - scale * LOG2_E * _finite(part.m))
     out = jnp.where((part.l > 0)[..., None], part.o / z[..., None], 0.0)
     return rounded(out.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, kv_heads * group, head_dim), dtype)
-
-
-def _exp2_scale(head_dim: int) -> float:
-    return head_dim**-0.5 * LOG2_E
 
 
 def _finite(m: jax.Array) -> jax.Array:
@@ -87,29 +108,45 @@ def _finite(m: jax.Array) -> jax.Array:
 
 
 def dense_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, positions: jax.Array, window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    positions: jax.Array,
+    window: int | None,
+    *,
+    rel: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
     """Causal attention of a chunk to itself, without a cache; differentiable. The definition.
 
     Args:
         q: [batch, tokens, num_heads, head_dim]. k, v: [batch, tokens, num_kv_heads, head_dim].
         sinks: [num_heads]. positions: [batch, tokens].
+        rel: [batch, tokens, num_heads, extent], the bias by distance.
+        scale: of the scores; None means 1 / sqrt(head_dim).
 
     Returns:
         [batch, tokens, num_heads, head_dim] in q's dtype.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = visible(positions, positions, window)
-    return finish(partial_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask), sinks, q.dtype)
+    bias = None if rel is None else relative_bias(rel, positions, positions)
+    part = partial_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, scale, bias)
+    return finish(part, sinks, scale, q.dtype)
 
 
 def paged_attention(
     q: jax.Array,
     cache: LayerCache,
-    sinks: jax.Array,
+    sinks: jax.Array | None,
     table: jax.Array,
     positions: jax.Array,
     valid: jax.Array,
     window: int | None,
+    *,
+    rel: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
     """Causal attention of a chunk, already written to its pages, to everything before it.
 
@@ -120,6 +157,7 @@ def paged_attention(
         q: [batch, tokens, num_heads, head_dim].
         table: [batch, entries] int32 page numbers; logical page p is entry `p % entries`.
         positions: [batch, tokens], consecutive in a row. valid: [batch, tokens]; other queries give 0.
+        rel, scale: as for `dense_attention`.
 
     Returns:
         [batch, tokens, num_heads, head_dim] in q's dtype.
@@ -127,6 +165,7 @@ def paged_attention(
     batch, tokens, heads, head_dim = q.shape
     num_pages, kv_heads = cache.k.shape[:2]
     entries = table.shape[1]
+    scale = head_dim**-0.5 if scale is None else scale
     first = jnp.zeros(batch, jnp.int32)
     if window is not None:
         first = jnp.maximum(positions[:, 0] - (window - 1), 0) // PAGE_SIZE
@@ -140,11 +179,15 @@ def paged_attention(
         places = jnp.take_along_axis(table, pages % entries, axis=1)
         known = (pages <= last[:, None]) & (places >= 0) & (places < num_pages)
         places = jnp.where(known, places, 0)
-        k, v = (pool[places].swapaxes(1, 2).reshape(batch, kv_heads, block * PAGE_SIZE, head_dim) for pool in cache)
+        k, v = (
+            pool[places].swapaxes(1, 2).reshape(batch, kv_heads, block * PAGE_SIZE, head_dim)
+            for pool in (cache.k, cache.v)
+        )
         k_positions = pages[:, :, None] * PAGE_SIZE + jnp.arange(PAGE_SIZE)
         k_positions = jnp.where(known[:, :, None], k_positions, -1).reshape(batch, -1)
         mask = visible(positions, k_positions, window) & valid[:, :, None]
-        return merge(part, partial_attention(q, k, v, mask), head_dim)
+        bias = None if rel is None else relative_bias(rel, positions, k_positions)
+        return merge(part, partial_attention(q, k, v, mask, scale, bias), scale)
 
     shape = (batch, kv_heads, heads // kv_heads, tokens)
     part = Partial(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
@@ -156,7 +199,7 @@ def paged_attention(
         part = attend_block(jnp.int32(0), part)
     else:
         part = lax.fori_loop(0, num_blocks, attend_block, part)
-    return finish(part, sinks, q.dtype)
+    return finish(part, sinks, scale, q.dtype)
 
 
 def _pages_a_block(score_rows: int, entries: int) -> int:

@@ -1,9 +1,4 @@
-"""Mixture of experts: the router, and three ways to run the selected experts that compute the same thing.
-
-`experts_reference` is the definition: every expert on every token, differentiable, wasteful. `experts_gather` reads
-each selected expert's weights once per (token, slot) and suits a decode step. `experts_grouped` sorts the tokens by
-expert and suits prefill. Only the order of float32 sums inside a dot differs between them.
-"""
+"""Mixture of experts: the two models' routers, with their shared experts."""
 
 from __future__ import annotations
 
@@ -12,30 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from modeling.layers.experts import Experts, run_experts
 from modeling.layers.linear import Linear
 from modeling.layers.mlp import SwiGLU
 from modeling.layers.numerics import dot32, rounded
-
-# Bounds of the rows of one group in `experts_grouped`: large enough for a matrix unit, not so large that an expert with
-# a handful of tokens multiplies mostly padding.
-MIN_GROUP_ROWS, MAX_GROUP_ROWS = 16, 64
-# Up to this many (token, slot) pairs, gathering whole experts costs less than sorting.
-GATHER_PAIRS = 64
-
-
-class Experts(nnx.Module):
-    """A stack of SwiGLU experts; gate and up stay unrounded until the activation (unlike `SwiGLU`)."""
-
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, weight_format: str):
-        self.gate_proj = Linear(intermediate_size, hidden_size, weight_format, num_experts)
-        self.up_proj = Linear(intermediate_size, hidden_size, weight_format, num_experts)
-        self.down_proj = Linear(hidden_size, intermediate_size, weight_format, num_experts)
-
-    def __call__(self, x: jax.Array, expert: jax.Array) -> jax.Array:
-        """One expert [] on rows [rows, hidden_size]."""
-        gate, up = self.gate_proj.accumulate(x, expert), self.up_proj.accumulate(x, expert)
-        activation = rounded(jax.nn.silu(gate) * up, x.dtype)
-        return rounded(self.down_proj.accumulate(activation, expert), x.dtype)
 
 
 class SparseMLP(nnx.Module):
@@ -89,87 +64,77 @@ class SparseMLP(nnx.Module):
         """
         tokens = x.reshape(-1, x.shape[-1])
         weights, expert_ids = self.route(tokens)
-        if valid is None:
-            routed = experts_reference(self.experts, tokens, weights, expert_ids)
-        elif expert_ids.size <= GATHER_PAIRS:
-            # Idle rows all name one expert, which is read once and stays in the cache.
-            expert_ids = jnp.where(valid.reshape(-1, 1), expert_ids, 0)
-            routed = experts_gather(self.experts, tokens, weights, expert_ids)
-        else:
-            # An id past the last expert: no expert runs these.
-            expert_ids = jnp.where(valid.reshape(-1, 1), expert_ids, self.gate[...].shape[0])
-            routed = experts_grouped(self.experts, tokens, weights, expert_ids)
+        routed = run_experts(self.experts, tokens, weights, expert_ids, None if valid is None else valid.reshape(-1))
         routed = rounded(routed, x.dtype).astype(jnp.float32)
         shared = self.shared_expert(tokens).astype(jnp.float32)
         return rounded(routed + shared, x.dtype).reshape(x.shape)
 
 
-def _combine(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """Weighted float32 sum in selection order: rows [tokens, k, hidden], weights [tokens, k] -> [tokens, hidden]."""
-    total = jnp.zeros((rows.shape[0], rows.shape[2]), jnp.float32)
-    for slot in range(rows.shape[1]):
-        total = total + weights[:, slot, None] * rows[:, slot].astype(jnp.float32)
-    return total
+class SharedExperts(nnx.Module):
+    """Experts that run on every token, each weighted before its down projection: Inkling, spec 3.8."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
+        self.gate_proj = Linear(intermediate_size, hidden_size, "bf16", num_experts)
+        self.up_proj = Linear(intermediate_size, hidden_size, "bf16", num_experts)
+        self.down_proj = Linear(hidden_size, intermediate_size, "bf16", num_experts)
+        self.num_experts = num_experts
+
+    def __call__(self, x: jax.Array, weights: jax.Array) -> jax.Array:
+        """x [tokens, hidden_size], weights float32 [tokens, num_experts] -> float32 [tokens, hidden_size]."""
+        total = jnp.zeros(x.shape, jnp.float32)
+        for expert in range(self.num_experts):
+            at = jnp.int32(expert)
+            gate, up = self.gate_proj.accumulate(x, at), self.up_proj.accumulate(x, at)
+            activation = rounded(weights[:, expert, None] * (jax.nn.silu(gate) * up), x.dtype)
+            total = total + self.down_proj.accumulate(activation, at)
+        return total
 
 
-def experts_reference(experts: Experts, x: jax.Array, weights: jax.Array, expert_ids: jax.Array) -> jax.Array:
-    """Every expert on every token. x [tokens, hidden], weights and ids [tokens, k] -> float32 [tokens, hidden]."""
-    num_experts = jax.tree.leaves(experts)[0].shape[0]
-    everything = lax.map(lambda expert: experts(x, expert), jnp.arange(num_experts))  # [experts, tokens, hidden]
-    rows = everything[expert_ids, jnp.arange(x.shape[0])[:, None]]
-    return _combine(rows, weights)
+class SinkMoE(nnx.Module):
+    """Inkling's MoE block: the shared experts take part in the normalisation of the routing weights (spec 3.6 to 3.8).
 
-
-def experts_gather(experts: Experts, x: jax.Array, weights: jax.Array, expert_ids: jax.Array) -> jax.Array:
-    """As `experts_reference`, reading only the selected experts' weights: for few tokens."""
-
-    def accumulate(linear: Linear, rows: jax.Array) -> jax.Array:
-        # rows [tokens, k, in]. A multiply and sum lets XLA fuse the gather and the decoding into one kernel, where a
-        # dot would first write the decoded matrices out.
-        matrix = linear.matrix(jnp.float32, expert_ids)  # [tokens, k, out, in]
-        products = rows.astype(jnp.float32)[..., None, :] * matrix
-        scale = jnp.asarray(linear.scale(expert_ids), jnp.float32)
-        return products.sum(-1) * jnp.broadcast_to(scale, expert_ids.shape)[..., None]
-
-    rows = jnp.broadcast_to(x[:, None], (*expert_ids.shape, x.shape[-1]))
-    gate, up = accumulate(experts.gate_proj, rows), accumulate(experts.up_proj, rows)
-    activation = rounded(jax.nn.silu(gate) * up, x.dtype)
-    return _combine(rounded(accumulate(experts.down_proj, activation), x.dtype), weights)
-
-
-def experts_grouped(experts: Experts, x: jax.Array, weights: jax.Array, expert_ids: jax.Array) -> jax.Array:
-    """As `experts_reference`, one expert's tokens at a time: for many tokens.
-
-    The (token, slot) pairs are sorted by expert and laid out in groups of rows that never span two experts, the last
-    group of an expert padded. A loop runs over the groups that exist (a number known only on the device), decoding one
-    expert's weights at a time, so that packed weights are never expanded as a whole, and writes each group's rows where
-    they lie together: a scatter in the loop costs six times as much on an H200. Pairs whose id is past the last expert
-    are left out.
+    Attributes:
+        gate: [num_experts + num_shared_experts, hidden_size], the shared experts' rows last.
+        gate_bias: [num_experts] float32, moves the selection and nothing else.
+        gate_scale: [1] float32, multiplies every weight, as route_scale does.
     """
-    num_tokens, k = expert_ids.shape
-    num_pairs, num_experts = num_tokens * k, jax.tree.leaves(experts)[0].shape[0]
-    group_rows = min(MAX_GROUP_ROWS, max(MIN_GROUP_ROWS, 1 << (num_pairs // num_experts).bit_length()))
-    max_groups = num_pairs // group_rows + min(num_experts, num_pairs)
 
-    order = jnp.argsort(expert_ids.reshape(-1), stable=True)  # pair at each sorted place
-    sorted_ids = expert_ids.reshape(-1)[order]
-    counts = jnp.bincount(expert_ids.reshape(-1), length=num_experts)
-    pair_starts = jnp.cumsum(counts) - counts  # [experts], in sorted places
-    groups = (counts + group_rows - 1) // group_rows
-    group_ends = jnp.cumsum(groups)  # [experts]
-    # Row of each sorted pair in the padded layout; pairs of no expert go past its end and are dropped.
-    first_rows = (group_ends - groups) * group_rows
-    rows = first_rows[sorted_ids] + jnp.arange(num_pairs) - pair_starts[sorted_ids]
-    rows = jnp.where(sorted_ids < num_experts, rows, max_groups * group_rows).astype(jnp.int32)
-    token_of_row = jnp.zeros(max_groups * group_rows, jnp.int32).at[rows].set(order // k, mode="drop")
-    row_of_pair = jnp.zeros(num_pairs, jnp.int32).at[order].set(rows)
-    # For all groups at once: a search inside the loop is a loop of its own, of nine dependent steps a group on a GPU.
-    expert_of_group = jnp.searchsorted(group_ends, jnp.arange(max_groups), side="right", method="compare_all")
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        num_shared_experts: int,
+        moe_intermediate_size: int,
+        route_scale: float,
+        weight_format: str,
+    ):
+        self.gate = nnx.Param(jnp.zeros((num_experts + num_shared_experts, hidden_size), jnp.bfloat16))
+        self.gate_bias = nnx.Param(jnp.zeros(num_experts, jnp.float32))
+        self.gate_scale = nnx.Param(jnp.zeros(1, jnp.float32))
+        self.experts = Experts(num_experts, hidden_size, moe_intermediate_size, weight_format, round_output=False)
+        self.shared_experts = SharedExperts(num_shared_experts, hidden_size, moe_intermediate_size)
+        self.num_experts_per_tok = num_experts_per_tok
+        self.route_scale = route_scale
 
-    def run_group(group: jax.Array, out: jax.Array) -> jax.Array:
-        tokens = lax.dynamic_slice(token_of_row, (group * group_rows,), (group_rows,))
-        return lax.dynamic_update_slice(out, experts(x[tokens], expert_of_group[group]), (group * group_rows, 0))
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [tokens, hidden_size] -> weights of the selected experts float32 [tokens, k], their ids int32, and the
+        shared experts' weights float32 [tokens, num_shared_experts]. All weights of a token sum to the two scales.
 
-    out = jnp.zeros((max_groups * group_rows, x.shape[-1]), x.dtype)
-    out = lax.fori_loop(0, group_ends[-1], run_group, out)
-    return _combine(out[row_of_pair].reshape(num_tokens, k, -1), weights)
+        Logits and weights are float32; `lax.top_k` prefers the lowest index among equals, as the public engines do.
+        """
+        num_experts = self.gate_bias[...].shape[0]
+        log_scores = jax.nn.log_sigmoid(dot32("tk,ek->te", x, self.gate[...]))
+        routed, shared = log_scores[:, :num_experts], log_scores[:, num_experts:]
+        _, expert_ids = lax.top_k(jnp.exp(routed) + self.gate_bias[...], self.num_experts_per_tok)
+        active = jnp.concatenate([jnp.take_along_axis(routed, expert_ids, axis=1), shared], axis=1)
+        weights = jax.nn.softmax(active, axis=1) * self.route_scale * self.gate_scale[...]
+        return weights[:, : self.num_experts_per_tok], expert_ids, weights[:, self.num_experts_per_tok :]
+
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+        """x [..., hidden_size] -> [..., hidden_size]; `valid` as for `SparseMLP`."""
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, expert_ids, shared_weights = self.route(tokens)
+        routed = run_experts(self.experts, tokens, weights, expert_ids, None if valid is None else valid.reshape(-1))
+        routed = rounded(routed, x.dtype).astype(jnp.float32)
+        return rounded(routed + self.shared_experts(tokens, shared_weights), x.dtype).reshape(x.shape)

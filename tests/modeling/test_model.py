@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from tiny import Cached, dense_logits, random_tokens, relative, tiny_config, tiny_flint
 
+from modeling.batch import Batch
 from modeling.cache import CacheShape, PageTables, make_cache
 from modeling.flint.config import FULL, SLIDING, FlintConfig
-from modeling.flint.model import Batch, Flint, forward
+from modeling.flint.model import Flint
 from modeling.flint.params import parameter_names
 from modeling.layers.attention import dense_attention
 from modeling.layers.rope import rope_angles
@@ -50,11 +51,11 @@ def test_full_size_step_has_the_right_shapes(weight_format):
     shape = CacheShape.for_sequences(config, 2, 262_144, 512)
     cache = jax.eval_shape(lambda: make_cache(config, shape, jnp.bfloat16))
     ints = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)  # noqa: E731
-    pages = (ints(2, shape.max_pages), ints(2, shape.ring))
+    pages = (ints(2, shape.max_pages), ints(2, shape.ring), ints(2))
     batch = Batch(ints(2, 1), ints(2), ints(2), PageTables(*pages))
 
     def step(model, batch, cache):
-        hidden, cache = forward(model, batch, cache)
+        hidden, cache = model.forward(batch, cache)
         return model.logits(hidden), cache
 
     logits, new_cache = jax.eval_shape(step, model, batch, cache)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from modeling.layers import moe
+from modeling.layers import experts as experts_module
+from modeling.layers.experts import Experts, experts_gather, experts_grouped, experts_reference
 from modeling.layers.linear import Linear, dequantize_nvfp4
-from modeling.layers.moe import Experts, SparseMLP, experts_gather, experts_grouped, experts_reference
+from modeling.layers.moe import SparseMLP
 
 
 def make(module, seed=0, scale=1.0):
@@ -69,8 +70,8 @@ def test_padding_tokens_run_no_expert_and_change_nothing(real):
 def test_decode_and_prefill_use_different_ways(monkeypatch):
     used = []
     for name in ("experts_gather", "experts_grouped", "experts_reference"):
-        way = getattr(moe, name)
-        monkeypatch.setattr(moe, name, lambda *args, way=way, name=name: (used.append(name), way(*args))[1])
+        way = getattr(experts_module, name)
+        monkeypatch.setattr(experts_module, name, lambda *args, way=way, name=name: (used.append(name), way(*args))[1])
     block = sparse()
     block(jnp.ones((1, 8, 64), jnp.float32), jnp.ones((1, 8), bool))
     block(jnp.ones((1, 64, 64), jnp.float32), jnp.ones((1, 64), bool))

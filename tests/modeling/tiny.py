@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from modeling.batch import Batch
 from modeling.cache import CacheShape, PageTables, make_cache
 from modeling.flint.config import FlintConfig
-from modeling.flint.model import Batch, Flint, forward
+from modeling.flint.model import Flint
 from modeling.flint.params import random_parameters
 
 SIZES = dict(
@@ -57,7 +58,7 @@ def relative(a, b) -> float:
 @functools.partial(jax.jit, donate_argnums=2)
 def run_step(model: Flint, batch: Batch, cache):
     """Logits of a chunk and the updated cache."""
-    hidden, cache = forward(model, batch, cache)
+    hidden, cache = model.forward(batch, cache)
     return model.logits(hidden), cache
 
 
@@ -78,6 +79,7 @@ class Cached:
         self.pages = PageTables(
             jnp.asarray(deal(self.shape.num_full_pages).reshape(rows, -1), jnp.int32),
             jnp.asarray(deal(self.shape.num_window_pages).reshape(rows, -1), jnp.int32),
+            jnp.asarray(deal(rows), jnp.int32),
         )
         self.lengths = np.zeros(rows, np.int32)
 
