@@ -95,21 +95,25 @@ def load_media(
 
 def _source(value: Any, allow_files: bool) -> Any:
     """What `image_patches` and `audio_frames` take, out of a part's field."""
+    import PIL.Image
+
     if isinstance(value, Mapping):
         if "data" in value:
             return _decoded(value["data"])
         value = value.get("url")
     if value is None:
         raise UnusableMedia("The part is empty; give a data: URL or base64 data.")
+    if isinstance(value, bytes | Path | PIL.Image.Image):  # these cannot come in by JSON
+        return value
     if not isinstance(value, str):
-        return value  # bytes, a path, a PIL image: they cannot come in by JSON
+        raise UnusableMedia(f"The part holds a {type(value).__name__}; give a data: URL or base64 data.")
     scheme = value[:5].lower()
     if scheme == "data:":
         header, comma, data = value.partition(",")
         if not comma or not header.lower().endswith(";base64"):
             raise UnusableMedia("The data: URL is not of the form data:TYPE;base64,DATA.")
         return _decoded(data)
-    if scheme.startswith("http"):
+    if value.lower().startswith(("http://", "https://")):
         raise UnusableMedia("Nothing is fetched from the network; download the file and send it as a data: URL.")
     if not allow_files:
         raise UnusableMedia("Files of this machine may not be read here; send the content as a data: URL.")

@@ -42,5 +42,5 @@ def placeholder_runs(token_ids: Sequence[int], *placeholders: int) -> list[tuple
     ids = np.asarray(token_ids, np.int64)
     ids = np.where(np.isin(ids, placeholders), ids, -1)
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
-    ends = np.append(starts[1:], len(ids))
+    ends = np.append(starts, len(ids))[1:]
     return [(int(ids[a]), int(a), int(b - a)) for a, b in zip(starts, ends, strict=True) if ids[a] >= 0]
