@@ -22,7 +22,8 @@ def test_au01_one_second_is_twenty_frames_close_to_those_of_16_khz(rate, channel
     frames = audio_frames(sound_file(sound(1, rate, channels), rate, subtype=subtype), FORMAT)
     expected = audio_frames(sound_file(sound(1)), FORMAT)
     assert frames.shape == (20, 80)
-    np.testing.assert_array_equal(frames[:, :60], expected[:, :60])  # the bands that hold the sound
+    difference = np.abs(frames.astype(int) - expected)[:, :60]  # the bands that hold the sound
+    assert difference.max() <= 1 and difference.mean() < 0.01  # values next to the border of two steps
 
 
 def test_au01_channels_are_mixed_before_resampling():
