@@ -15,12 +15,13 @@ at `</think>` to find the reasoning. They are the assistant's words, not a user'
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -30,24 +31,38 @@ import jinja2.parser
 import jinja2.sandbox
 
 from serve.request import InvalidRequest
+from serve.text import inkling_prompt
+from serve.text.inkling_tokens import PLACEHOLDERS, XML, XML_UNNAMED, is_inkling
 from serve.text.markers import marker_set
+from serve.text.request_messages import (
+    REASONING_FIELDS,
+    Message,
+    check_depth,
+    check_list,
+    check_text,
+    check_tools,
+    media_parts,
+    normalised,
+)
 from serve.text.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
-
-_DEEPEST = 100  # levels of objects and lists in a request
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _THINK_TAGS = frozenset(("<think>", "</think>"))
-_REASONING_FIELDS = ("reasoning_content", "reasoning")
+BUILT_IN = "inkling"  # as a template: the rendering written here in Python
 _OWN_VARIABLES = frozenset(("messages", "tools", "add_generation_prompt"))
 
 
 def render_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
 ) -> str:
-    """The prompt as text. Arguments and errors are those of `encode_chat`."""
-    rendered, placeholders = _render(tokenizer, messages, tools, **options)
-    return placeholders.restore(rendered)
+    """The prompt as text. Arguments and errors are those of `encode_chat`.
+
+    A template writes one placeholder for a picture or clip, and so does this text of it.
+    """
+    choices = _Choices(**options)
+    if choices.built_in(tokenizer):
+        return "".join(_built_in(messages, tools, choices))
+    rendered, hidden = _render(tokenizer, messages, tools, choices)
+    return hidden.restore(rendered)
 
 
 def encode_chat(
@@ -56,69 +71,152 @@ def encode_chat(
     """The prompt as token ids.
 
     Args:
-        tokenizer: its `chat_template` is used unless `template` says otherwise.
-        messages: in OpenAI's shape. `content` is a string, None, or a list of parts; text parts are joined.
-            `tool_calls` may carry their arguments as an object, as its JSON text, empty or null.
+        tokenizer: its `chat_template` is used unless `template` says otherwise. Without a template, a tokenizer with
+            Inkling's control tokens gets the built-in rendering of `serve.text.inkling_prompt`.
+        messages: in OpenAI's shape. `content` is a string, None, or a list of parts; text parts are joined, except
+            for Inkling. `tool_calls` may carry their arguments as an object, as its JSON text, empty or null. A picture
+            or clip is {"type": "image" or "audio", "num_tokens": N}, as `serve.media.content` leaves it, and becomes
+            N placeholders at its own place.
         tools: in OpenAI's shape. Pass None to keep them out of the prompt, as with a `tool_choice` of "none".
-        template: Jinja source to use in place of the checkpoint's.
+        template: Jinja source to use in place of the checkpoint's, or BUILT_IN.
         add_generation_prompt: end with the beginning of the assistant's turn; on by default.
-        enable_thinking, clear_thinking: handed to the template if given.
-        template_kwargs: further variables for the template, such as reasoning_effort.
+        enable_thinking, clear_thinking: handed to the template if given. For Inkling the former, when False, is an
+            effort of "none" where no effort is given.
+        reasoning_effort: handed to the template if given. For Inkling a name from "none" to "max", or a number from
+            0 to 0.99.
+        template_kwargs: further variables for the template; its reasoning_effort counts like the argument.
+        placeholder_ids: "image" and "audio" -> the token that stands for one row. The model's config names them; None
+            means the tokenizer's own (spec 1.1).
 
     Raises:
-        InvalidRequest: the messages have the wrong shape, or the template refuses them.
+        InvalidRequest: the messages have the wrong shape, or the template refuses them; an effort is unknown; a
+            template does not write one placeholder for each picture and clip, in their order.
         ValueError: there is no template, it is no valid Jinja, or it fails.
     """
-    rendered, placeholders = _render(tokenizer, messages, tools, **options)
-    pieces = tokenizer.split_special(rendered)
-    return tokenizer.encode_pieces(placeholders.restore(p) if isinstance(p, str) else p for p in pieces)
+    choices = _Choices(**options)
+    if choices.built_in(tokenizer):
+        ids = tokenizer.special_token_ids | choices.placeholder_names()
+        ids.setdefault(XML, ids.get(XML_UNNAMED, -1))
+        pieces = _built_in(messages, tools, choices)
+        return tokenizer.encode_pieces(_id(ids, p) if isinstance(p, inkling_prompt.Marker) else p for p in pieces)
+    rendered, hidden = _render(tokenizer, messages, tools, choices)
+    pieces = [hidden.restore(p) if isinstance(p, str) else p for p in tokenizer.split_special(rendered)]
+    return tokenizer.encode_pieces(_expanded(pieces, media_parts(messages), tokenizer, choices))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choices:
+    """The options of `encode_chat`."""
+
+    template: str | None = None
+    add_generation_prompt: bool = True
+    enable_thinking: bool | None = None
+    clear_thinking: bool | None = None
+    reasoning_effort: str | float | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    placeholder_ids: Mapping[str, int] | None = None
+
+    def built_in(self, tokenizer: Tokenizer) -> bool:
+        """Whether Inkling's built-in rendering is used."""
+        chosen = self.template == BUILT_IN or (self.template is None and tokenizer.chat_template is None)
+        return chosen and is_inkling(tokenizer.special_token_ids)
+
+    def placeholder_names(self) -> dict[str, int]:
+        return {PLACEHOLDERS[kind]: token_id for kind, token_id in (self.placeholder_ids or {}).items()}
+
+    def variables(self) -> dict[str, Any]:
+        """What a template is given beside the messages and tools."""
+        if self.template_kwargs is not None and not isinstance(self.template_kwargs, Mapping):
+            raise InvalidRequest(f"template_kwargs must be an object, not {type(self.template_kwargs).__name__}")
+        names = ("enable_thinking", "clear_thinking", "reasoning_effort")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        result = given | dict(self.template_kwargs or {})
+        if taken := sorted(_OWN_VARIABLES & result.keys()):
+            raise InvalidRequest(
+                f"{', '.join(taken)} cannot be set as template arguments: use the request's own fields"
+            )
+        return result
+
+    def effort(self) -> str | float | None:
+        """Inkling's effort: the one given, or none at all where thinking is switched off."""
+        variables = self.variables()
+        switched_off = "none" if variables.get("enable_thinking") is False else None
+        effort = variables.get("reasoning_effort")
+        return switched_off if effort is None else effort
+
+
+def _built_in(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, choices: _Choices
+) -> Iterable[str]:
+    check_list(messages, "messages", "messages with a role and content")
+    if tools is not None:
+        check_tools(tools)
+    media_parts(messages)
+    return inkling_prompt.render(messages, tools, choices.effort(), choices.add_generation_prompt)
+
+
+def _id(ids: Mapping[str, int], name: str) -> int:
+    if ids.get(name, -1) < 0:
+        raise ValueError(f"the tokenizer lacks the control token {name}: it is not one of this model's")
+    return ids[name]
+
+
+def _expanded(
+    pieces: Iterable[str | int], media: Sequence[tuple[str, int]], tokenizer: Tokenizer, choices: _Choices
+) -> Iterator[str | int]:
+    """`pieces` with the template's one placeholder for a picture or clip repeated for each of its rows."""
+    ids = {
+        kind: tokenizer.special_token_ids[name]
+        for kind, name in PLACEHOLDERS.items()
+        if name in tokenizer.special_token_ids
+    }
+    ids |= choices.placeholder_ids or {}
+    if missing := sorted({kind for kind, _ in media} - ids.keys()):
+        raise InvalidRequest(f"the model does not read {missing[0]} parts: send text only")
+    waiting = list(media)
+    for piece in pieces:
+        kind = next((kind for kind, token_id in ids.items() if piece == token_id), None)
+        if kind is None:
+            yield piece
+        elif waiting and waiting[0][0] == kind:
+            yield from [ids[kind]] * waiting.pop(0)[1]
+        else:
+            raise InvalidRequest(
+                f"the chat template writes a placeholder for {kind} where the messages have no such part"
+            )
+    if waiting:
+        raise InvalidRequest(f"the chat template leaves out {len(waiting)} of the messages' pictures and clips")
 
 
 def _render(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    *,
-    template: str | None = None,
-    add_generation_prompt: bool = True,
-    enable_thinking: bool | None = None,
-    clear_thinking: bool | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, choices: _Choices
 ) -> tuple[str, _Placeholders]:
-    source = template if template is not None else tokenizer.chat_template
+    source = choices.template if choices.template is not None else tokenizer.chat_template
     if source is None:
         raise ValueError(
             "the checkpoint has no chat template: add chat_template.jinja, or name a tokenizer that has one"
         )
-    _check_list(messages, "messages", "messages with a role and content")
+    check_list(messages, "messages", "messages with a role and content")
     if tools is not None:
-        _check_list(tools, "tools", 'objects such as {"type": "function", "function": {...}}')
-        if not all(isinstance(tool, Mapping) for tool in tools):
-            raise InvalidRequest('every tool must be an object such as {"type": "function", "function": {...}}')
-    if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
-        raise InvalidRequest(f"template_kwargs must be an object, not {type(template_kwargs).__name__}")
-    switches = {"enable_thinking": enable_thinking, "clear_thinking": clear_thinking}
-    extra = {name: value for name, value in switches.items() if value is not None} | dict(template_kwargs or {})
-    if taken := sorted(_OWN_VARIABLES & extra.keys()):
-        raise InvalidRequest(f"{', '.join(taken)} cannot be set as template arguments: use the request's own fields")
+        check_tools(tools)
+    extra = choices.variables()
+    inkling = is_inkling(tokenizer.special_token_ids)
+    if inkling and choices.effort() is not None:
+        inkling_prompt.effort_text(choices.effort())  # no template may take an unknown word for a known one
+        extra["reasoning_effort"] = choices.effort()
 
     placeholders = _Placeholders(tokenizer.special_token_ids)
     variables = placeholders.hide({"tools": list(tools) if tools else None} | extra)
-    variables["messages"] = [_prepare(message, source, placeholders) for message in messages]
-    variables["add_generation_prompt"] = add_generation_prompt
+    variables["messages"] = [_prepare(message, source, placeholders, join_text=not inkling) for message in messages]
+    variables["add_generation_prompt"] = choices.add_generation_prompt
     compiled = _compile(source)
     try:
         return compiled.render(tokenizer.template_variables | variables), placeholders
     except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError) as error:
         raise InvalidRequest(f"the chat template does not accept these messages: {error}") from error
     except Exception as error:  # the template divides by zero, or recurses for ever
-        origin = f" of {tokenizer.source}" if template is None and tokenizer.source is not None else ""
+        origin = f" of {tokenizer.source}" if choices.template is None and tokenizer.source is not None else ""
         raise ValueError(f"the chat template{origin} fails: {type(error).__name__}: {error}") from error
-
-
-def _check_list(value: Any, name: str, members: str) -> None:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise InvalidRequest(f"{name} must be a list of {members}, not {type(value).__name__}")
 
 
 class _Placeholders:
@@ -137,8 +235,7 @@ class _Placeholders:
         Raises:
             InvalidRequest: text that is not Unicode, or objects nested too deep to be written as JSON.
         """
-        if depth > _DEEPEST:
-            raise InvalidRequest(f"the messages or tools are nested deeper than {_DEEPEST} levels")
+        check_depth(depth)
         if isinstance(value, str):
             return self._hide_text(value, shown)
         if isinstance(value, Mapping):
@@ -157,9 +254,7 @@ class _Placeholders:
         return text
 
     def _hide_text(self, text: str, shown: frozenset[str]) -> str:
-        if found := _SURROGATE.search(text):
-            message = f"text holds half of a surrogate pair, U+{ord(found[0]):04X}, which is no character; remove it"
-            raise InvalidRequest(message)
+        check_text(text)
         text = self._controls.replace(text, lambda control: control if control in shown else self._hold(control))
         body = text.rstrip()
         end = len(body) - self._controls.held(body)  # a control token may begin here
@@ -170,66 +265,15 @@ class _Placeholders:
         return f"Q{self._mark}x{len(self._hidden) - 1}Q"
 
 
-def _prepare(message: Message, source: str, placeholders: _Placeholders) -> dict[str, Any]:
+def _prepare(message: Message, source: str, placeholders: _Placeholders, join_text: bool) -> dict[str, Any]:
     """A message in the one shape that templates are written for."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest("every message must be an object with a role")
-    prepared = dict(message) | {"content": _content(message.get("content"))}
+    prepared = normalised(message, join_text=join_text)
     if prepared["role"] == "developer" and "developer" not in source:
         prepared["role"] = "system"  # the newer name; templates that do not know it would drop the message
-    if prepared.get("tool_calls"):
-        _check_list(prepared["tool_calls"], "tool_calls", "objects with a function")
-        prepared["tool_calls"] = [_tool_call(call) for call in prepared["tool_calls"]]
     hidden = placeholders.hide(prepared)
-    if prepared["role"] == "assistant" and not any(prepared.get(name) for name in _REASONING_FIELDS):
+    if prepared["role"] == "assistant" and not any(prepared.get(name) for name in REASONING_FIELDS):
         hidden["content"] = placeholders.hide(prepared["content"], shown=_THINK_TAGS)
     return hidden
-
-
-def _content(content: Any) -> Any:
-    """Text parts are joined, as most templates know only strings; other parts are the template's to render."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidRequest(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
-    texts = [text for part in content if (text := part if isinstance(part, str) else _part_text(part)) is not None]
-    return "".join(texts) if len(texts) == len(content) else list(content)
-
-
-def _part_text(part: Any) -> str | None:
-    if not isinstance(part, Mapping):
-        raise InvalidRequest('a content part must be an object such as {"type": "text", "text": "..."}')
-    if part.get("type") != "text":
-        return None
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequest('a content part of type "text" must have a string as its text')
-    return part["text"]
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """A call of the history with its arguments as an object."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequest("every tool call must be an object with a function and its name")
-    function = dict(function) | {"arguments": _arguments(function.get("arguments"), function["name"])}
-    return dict(call) | {"function": function} if "function" in call else function
-
-
-def _arguments(arguments: Any, name: str) -> dict[str, Any]:
-    if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the arguments of the call to {name} are no valid JSON: {error}") from error
-    if arguments is None or arguments == "" or (isinstance(arguments, str) and not arguments.strip()):
-        return {}
-    if not isinstance(arguments, Mapping):
-        raise InvalidRequest(
-            f"the arguments of the call to {name} must be a JSON object, not {type(arguments).__name__}"
-        )
-    return dict(arguments)
 
 
 def check_template(source: str) -> None:

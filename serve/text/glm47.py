@@ -23,11 +23,11 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from serve.request import InvalidRequest
 from serve.text.detokenize import Piece
 from serve.text.markers import MarkerSet, marker_set
 from serve.text.message import Delta, ParsedMessage, ToolCallDelta, collect, merge, new_call_id
 from serve.text.tool_arguments import to_json, typed_arguments
+from serve.text.tool_choice import allowed_names, tool_schemas
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -94,8 +94,8 @@ class Glm47Parser:
         in_reasoning: bool | None = None,
         make_call_id: Callable[[], str] = new_call_id,
     ):
-        self._schemas = _schemas(tools)
-        self._allowed = _allowed_names(self._schemas, tool_choice)
+        self._schemas = tool_schemas(tools)
+        self._allowed = allowed_names(self._schemas, tool_choice)
         self._demands_call = tool_choice not in ("auto", "none")
         self._make_call_id = make_call_id
         self._transitions = TRANSITIONS if thinking else _without_thinking()
@@ -289,37 +289,3 @@ def _without_thinking() -> dict[State, dict[str, State]]:
         state: {marker: target for marker, target in markers.items() if marker not in (THINK, END_THINK)}
         for state, markers in TRANSITIONS.items()
     }
-
-
-def _schemas(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any] | None]:
-    """Tool name -> JSON schema of its parameters."""
-    functions = [_function(tool) for tool in tools or ()]
-    if not all(isinstance(function.get("name"), str) for function in functions):
-        raise InvalidRequest(
-            'every tool must be a function with a name: {"type": "function", "function": {"name": ...}}'
-        )
-    return {function["name"]: function.get("parameters") for function in functions}
-
-
-def _function(outer: Any) -> Mapping[str, Any]:
-    """What a tool or choice says about its function, nested as in OpenAI's chat API or flat as in its responses API."""
-    inner = outer.get("function", outer) if isinstance(outer, Mapping) else None
-    return inner if isinstance(inner, Mapping) else {}
-
-
-def _allowed_names(schemas: Mapping[str, Any], tool_choice: str | Mapping[str, Any]) -> set[str] | None:
-    """The names that may be called; None for any."""
-    if tool_choice == "none":
-        return set()
-    if tool_choice == "auto":
-        return set(schemas) or None
-    if tool_choice == "required":
-        if not schemas:
-            raise InvalidRequest('tool_choice "required" needs tools: list at least one, or use "auto"')
-        return set(schemas)
-    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
-        name = str(_function(tool_choice).get("name"))
-        if name not in schemas:
-            raise InvalidRequest(f"tool_choice names {name!r}, which is not among the request's tools: {[*schemas]}")
-        return {name}
-    raise InvalidRequest(f"tool_choice {tool_choice!r} is unknown: use auto, none, required or a function's name")

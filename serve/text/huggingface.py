@@ -105,7 +105,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
 
 
-def _character_of_byte() -> list[str]:
+def character_of_byte() -> list[str]:
     """The printable character that byte-level vocabularies write for each byte.
 
     Visible Latin-1 characters stand for themselves; the other bytes take the characters from U+0100 on, in order.
@@ -115,7 +115,7 @@ def _character_of_byte() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-_BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(_character_of_byte())}
+_BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(character_of_byte())}
 
 
 def _is_control(token: Mapping[str, Any]) -> bool:

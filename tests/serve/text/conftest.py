@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
+from inkling_vocabulary import INKLING_VOCABULARY, inkling_spec
 from text_samples import SPECIAL, TAGS, TEMPLATE, WORD_RULE, bpe_as_gguf, mixed_lines, write_gguf_vocabulary
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -99,3 +101,18 @@ def sentencepiece_gguf(sentencepiece_folder) -> Path:
     return write_gguf_vocabulary(
         file, "llama", pieces, [p.type for p in model.pieces], scores=[p.score for p in model.pieces]
     )
+
+
+@pytest.fixture(scope="session")
+def inkling_folder(tmp_path_factory) -> Path:
+    """A folder as Inkling's checkpoints ship it, without a chat template: the part of o200k that the tests need."""
+    folder = tmp_path_factory.mktemp("inkling")
+    (folder / "tokenizer.json").write_text(json.dumps(inkling_spec()))
+    (folder / "tiktoken").mkdir()
+    shutil.copy(INKLING_VOCABULARY, folder / "tiktoken" / "tokenizer.model")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def inkling(inkling_folder) -> Tokenizer:
+    return load_tokenizer(inkling_folder)
