@@ -11,32 +11,50 @@ import functools
 import signal
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from modeling.default import DEFAULT_CHECKPOINT
 
 if TYPE_CHECKING:
-    from modeling.flint.model import Flint
+    from modeling.architecture import Model
 
 CHUNK_TOKENS = 512  # tokens of all rows that one step runs
 
 
-def score(model: Flint, tokens: np.ndarray) -> np.ndarray:
+class Media(NamedTuple):
+    """Media of all rows: tower outputs [batch, seq, hidden_size] and where they go, [batch, seq] bool."""
+
+    embeds: np.ndarray
+    here: np.ndarray
+
+
+class Scores(NamedTuple):
+    """Float32 logits after every position [batch, seq, vocab]; of depth n [batch, seq - 1 - n, vocab]."""
+
+    logits: np.ndarray
+    mtp_logits: list[np.ndarray]
+
+
+def score(model: Model, tokens: np.ndarray, media: Media | None = None, *, mtp: bool = False) -> Scores:
     """Logits after every position.
 
     Args:
         tokens: [batch, seq] integer ids.
-
-    Returns:
-        [batch, seq, vocab_size] float32.
+        media: what replaces the embeddings of placeholders, see `place_media`.
+        mtp: also the logits of every depth the model has, where token p + 2 + n is predicted at row p.
     """
+    depths = model.num_mtp_layers if mtp else 0
     rows = max(1, min(tokens.shape[0], CHUNK_TOKENS // tokens.shape[1]))
-    groups = [_score_rows(model, tokens[i : i + rows]) for i in range(0, tokens.shape[0], rows)]
-    return np.concatenate(groups)
+    groups = []
+    for i in range(0, tokens.shape[0], rows):
+        part = Media(*(array[i : i + rows] for array in media)) if media else None
+        groups.append(_score_rows(model, tokens[i : i + rows], part, depths))
+    columns = [np.concatenate(column) for column in zip(*groups, strict=True)]
+    return Scores(columns[0], [x[:, : tokens.shape[1] - 1 - n] for n, x in enumerate(columns[1:])])
 
 
 @functools.lru_cache(maxsize=8)
@@ -44,38 +62,123 @@ def _step(treedef: Any) -> Callable[..., Any]:
     """The jitted step of models of this structure; kept, so that scoring again compiles nothing."""
     import jax
 
-    from modeling.batch import Batch
+    from modeling.batch import Batch, MediaRows
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def step(leaves, cache, tokens, start, length, pages):
+    def step(leaves, cache, tokens, start, length, pages, media):
         model = jax.tree.unflatten(treedef, leaves)
-        rows = tokens.shape[0]
-        batch = Batch(tokens, start[None].repeat(rows), length[None].repeat(rows), pages)
+        (rows, chunk), depths = tokens.shape, len(cache.drafts)
+        chunk -= depths
+        media = MediaRows(*media) if media else None
+        here = jax.tree.map(lambda array: array[:, :chunk], media)
+        batch = Batch(tokens[:, :chunk], start[None].repeat(rows), length[None].repeat(rows), pages, here)
         hidden, cache = model.forward(batch, cache)
-        return model.logits(hidden), cache
+        outs = []
+        if depths:
+            from modeling.inkling.layer import Step
+            from modeling.inkling.mtp import prefill_depths
+
+            outs, cache = prefill_depths(model, hidden, model.embedded(tokens, media), Step.of(batch), cache)
+        return [model.logits(x) for x in (hidden, *outs)], cache
 
     return step
 
 
-def _score_rows(model: Flint, tokens: np.ndarray) -> np.ndarray:
+def _score_rows(model: Model, tokens: np.ndarray, media: Media | None, depths: int) -> list[np.ndarray]:
     import jax
 
     from modeling.cache import CacheShape, consecutive_pages, make_cache
 
     batch, seq = tokens.shape
     chunk = min(seq, max(1, CHUNK_TOKENS // batch))
-    shape = CacheShape.for_sequences(model.config, batch, seq, chunk)
+    shape = CacheShape.for_sequences(model.config, batch, seq, chunk, depths)
     pages = consecutive_pages(shape)
     cache = make_cache(model.config, shape, model.dtype)
     leaves, treedef = jax.tree.flatten(model)
-    out = np.empty((batch, seq, model.config.vocab_size), np.float32)
+    outs = [np.empty((batch, seq, model.config.kept_vocab_size), np.float32) for _ in range(1 + depths)]
     for start in range(0, seq, chunk):
-        length = min(chunk, seq - start)
-        part = np.zeros((batch, chunk), np.int32)
-        part[:, :length] = tokens[:, start : start + length]
-        logits, cache = _step(treedef)(leaves, cache, part, np.int32(start), np.int32(length), pages)
-        out[:, start : start + length] = np.asarray(logits)[:, :length]
-    return out
+        length, end = min(chunk, seq - start), start + chunk + depths  # each depth looks one token further
+        part = Media(*(_window(array, start, end) for array in media)) if media else None
+        logits, cache = _step(treedef)(
+            leaves,
+            cache,
+            _window(tokens.astype(np.int32), start, end),
+            np.int32(start),
+            np.int32(length),
+            pages,
+            tuple(part) if part else None,
+        )
+        for out, new in zip(outs, logits, strict=True):
+            out[:, start : start + length] = np.asarray(new)[:, :length]
+    return outs
+
+
+def _window(array: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Columns start .. end - 1, zeros where there are no more."""
+    part = array[:, start:end]
+    padding = [(0, 0), (0, end - start - part.shape[1])] + [(0, 0)] * (array.ndim - 2)
+    return np.pad(part, padding)
+
+
+def place_media(model: Model, tokens: np.ndarray, arrays: Mapping[str, np.ndarray]) -> Media:
+    """Runs the towers on media in the shape of public processors, and puts the outputs at their placeholders in order.
+
+    Args:
+        tokens: [batch, seq]; the model's placeholder ids mark where.
+        arrays: `pixel_values` [patches, time, height, width, channels], and `audio_input_ids` [clips, frames, mel_bins]
+            with `audio_input_ids_mask` [clips, frames], whichever there are.
+
+    Raises:
+        ValueError: the model has no such tower, or there are more or fewer rows than placeholders.
+    """
+    from modeling.inkling.media import embed_media
+    from modeling.inkling.model import Inkling
+
+    if not isinstance(model, Inkling):
+        raise ValueError("this model takes no media; leave --media out")
+    config, rows = model.config, {}
+    if "pixel_values" in arrays:
+        rows["image"] = arrays["pixel_values"].astype(np.float32)
+    if "audio_input_ids" in arrays:
+        bins = arrays["audio_input_ids"]
+        mask = arrays.get("audio_input_ids_mask", np.ones(bins.shape[:2]))
+        rows["audio"] = bins[mask.astype(bool)].astype(np.uint8)
+    embeds = np.zeros((*tokens.shape, config.hidden_size), model.dtype)
+    everywhere = np.zeros(tokens.shape, bool)
+    for kind, token, tower in (
+        ("image", config.image_token_id, model.vision),
+        ("audio", config.audio_token_id, model.audio),
+    ):
+        here = (tokens == token) & (tower is not None)
+        count = len(rows.get(kind, ()))
+        if count and tower is None:
+            raise ValueError(f"the checkpoint has no {kind} tower, but --media holds {count} rows for one")
+        if here.sum() != count:
+            raise ValueError(f"{here.sum()} {kind} placeholders in --tokens, but {count} {kind} rows in --media")
+        if count:
+            embeds[here] = embed_media(model, kind, rows[kind])
+            everywhere |= here
+    return Media(embeds, everywhere)
+
+
+def read_media(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file.
+
+    Raises:
+        ValueError: not such a file, or without media in it.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (ValueError, EOFError, OSError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not an .npz of arrays: {error}") from None
+    dims = {"pixel_values": 5, "audio_input_ids": 3, "audio_input_ids_mask": 2}
+    if unknown := sorted(arrays.keys() - dims.keys()):
+        raise ValueError(f"{path} may hold {', '.join(dims)}; not {', '.join(unknown)}")
+    for name, array in arrays.items():
+        if array.ndim != dims[name]:
+            raise ValueError(f"{name} in {path} must have {dims[name]} dimensions, not {array.ndim}")
+    return arrays
 
 
 def read_tokens(path: Path) -> np.ndarray:
@@ -117,26 +220,31 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help=".npz to write; holds `logits` [batch, seq, vocab]")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype")
-    parser.add_argument("--media", type=Path, help="media inputs, for models that take them")
+    parser.add_argument(
+        "--media", type=Path, help=".npz with pixel_values, or audio_input_ids and audio_input_ids_mask, or both"
+    )
     parser.add_argument(
         "--mtp", action="store_true", help="also the multi-token-prediction logits, where a model has them"
     )
     args = parser.parse_args(argv)
     try:
-        if args.media or args.mtp:
-            raise ValueError("Flint takes no media and has no multi-token prediction; leave --media and --mtp out")
         if not args.out.parent.is_dir() or args.out.is_dir():
             raise ValueError(f"--out {args.out} must name a file in a folder that exists")
         tokens = read_tokens(args.tokens)
+        arrays = read_media(args.media) if args.media else None
 
         from modeling import load
 
-        model = load(args.checkpoint, dtype=args.dtype, config=args.config)
+        model = load(args.checkpoint, dtype=args.dtype, config=args.config, text_only=arrays is None)
         check_tokens(tokens, model.config.vocab_size, model.config.max_position_embeddings)
-        logits = score(model, tokens)
+        if args.mtp and not model.num_mtp_layers:
+            raise ValueError("the checkpoint has no multi-token prediction; leave --mtp out")
+        media = None if arrays is None else place_media(model, tokens, arrays)
+        scores = score(model, tokens, media, mtp=args.mtp)
+        found = {"logits": scores.logits} | {f"mtp_logits_{n}": x for n, x in enumerate(scores.mtp_logits)}
         with args.out.open("wb") as file:  # np.savez would append .npz to another name
-            np.savez(file, logits=logits)
-        print(f"wrote {args.out}: logits {list(logits.shape)} float32")
+            np.savez(file, **found)
+        print(f"wrote {args.out}: " + ", ".join(f"{name} {list(x.shape)}" for name, x in found.items()) + " float32")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

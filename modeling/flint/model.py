@@ -109,7 +109,11 @@ class Flint(nnx.Module):
         dtype: compute dtype. bfloat16 follows the reference's rounding points; float32 rounds nowhere.
         weight_format: "bf16" or "nvfp4" (packed linear layers, the LM head included).
         router_dtype: see `SparseMLP`.
+        num_mtp_layers, vision, audio: what Flint does not have, for callers that run either model.
     """
+
+    num_mtp_layers = 0
+    vision = audio = None
 
     def __init__(
         self,

@@ -47,7 +47,9 @@ def test_bfloat16_is_no_farther_from_the_truth_than_the_reference(name):
     reference = expected(name)
     model = modeling.load(FIXTURES / name, dtype="bfloat16", progress=False)
     truth = reference["logits_f32"]
-    assert median_row(score(model, reference["ids"]), truth) <= 1.25 * median_row(reference["logits_bf16"], truth)
+    assert median_row(score(model, reference["ids"]).logits, truth) <= 1.25 * median_row(
+        reference["logits_bf16"], truth
+    )
 
 
 def test_greedy_continuation_is_the_references():
@@ -57,7 +59,7 @@ def test_greedy_continuation_is_the_references():
     for want in reference["greedy"]:
         padded = np.zeros((1, 64), np.int32)
         padded[:, : tokens.shape[1]] = tokens
-        got = int(score(model, padded)[0, tokens.shape[1] - 1].argmax())
+        got = int(score(model, padded).logits[0, tokens.shape[1] - 1].argmax())
         assert got == want
         tokens = np.append(tokens, [[got]], axis=1)
 
@@ -69,7 +71,7 @@ def test_chunks_and_row_groups_do_not_matter(shape, monkeypatch):
     truth = dense_logits(model, tokens)
     for chunk_tokens in (512, 128):
         monkeypatch.setattr(scoring, "CHUNK_TOKENS", chunk_tokens)
-        assert relative(score(model, tokens), truth) <= 1e-5
+        assert relative(score(model, tokens).logits, truth) <= 1e-5
 
 
 def test_router_dtype_can_be_chosen(tmp_path):
@@ -80,7 +82,7 @@ def test_router_dtype_can_be_chosen(tmp_path):
     )
     assert exact.layers[2].mlp.gate[...].dtype == jnp.float32
     assert rounded.layers[2].mlp.gate[...].dtype == jnp.bfloat16
-    a, b = (score(model, reference["ids"][:1, :32]) for model in (exact, rounded))
+    a, b = (score(model, reference["ids"][:1, :32]).logits for model in (exact, rounded))
     assert relative(a, b) > 1e-3
 
 

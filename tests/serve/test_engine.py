@@ -67,7 +67,7 @@ def assert_greedy(model, done, tokens):
     sequence = np.array([*tokens, *done.token_ids], np.int32)
     padded = np.zeros((1, 512), np.int32)
     padded[0, : len(sequence)] = sequence
-    logits = score(model, padded)[0]
+    logits = score(model, padded).logits[0]
     first = len(tokens) - 1
     assert logits[first : first + len(done.token_ids)].argmax(-1).tolist() == list(done.token_ids)
     return logits
