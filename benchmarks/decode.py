@@ -24,7 +24,7 @@ from benchmarks.full_size import MODELS, full_size, streaming_read_bandwidth
 from modeling.batch import Batch
 from modeling.flint.config import SLIDING, FlintConfig
 from modeling.flint.model import Flint
-from modeling.flint.params import parameter_names
+from modeling.parameters import parameter_names
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from modeling.cache import Cache, CacheShape, PageTables, consecutive_pages, make_cache
 from modeling.flint.config import FlintConfig
 from modeling.flint.model import Flint
-from modeling.flint.params import random_parameters
+from modeling.parameters import random_parameters
 
 MODELS = {"flint": FlintConfig()}
 

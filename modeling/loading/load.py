@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding
 from modeling.errors import CheckpointError
 from modeling.flint import names as flint_names
 from modeling.flint.model import Flint
-from modeling.flint.params import parameter_names
 from modeling.loading import orbax
 from modeling.loading.faults import Faults
 from modeling.loading.plan import Plan, make_plan
 from modeling.loading.read import Reader, check_global_scales
 from modeling.loading.source import Checkpoint, find
 from modeling.loading.tensors import Files
+from modeling.parameters import parameter_names
 from sharding.rules import PRESETS, check_dimensions, mesh_shardings
 
 log = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from modeling.config import read_json
 from modeling.errors import CheckpointError
 from modeling.flint import names as flint_names
 from modeling.flint.model import Flint
-from modeling.flint.params import parameter_names
 from modeling.loading import gguf
 from modeling.loading.faults import Faults
 from modeling.loading.plan import Plan, leaf_dtype
 from modeling.loading.source import MANIFEST, SIDE_FILES, Checkpoint
+from modeling.parameters import parameter_names
 
 log = logging.getLogger(__name__)
 

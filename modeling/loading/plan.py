@@ -17,11 +17,11 @@ import numpy as np
 from modeling.errors import CheckpointError
 from modeling.flint import names as flint_names
 from modeling.flint.model import Flint
-from modeling.flint.params import parameter_names
 from modeling.loading import gguf, nvfp4, safetensors
 from modeling.loading.faults import Faults
 from modeling.loading.source import Checkpoint
 from modeling.loading.tensors import NUMPY_DTYPES, Piece, TensorInfo
+from modeling.parameters import parameter_names
 
 log = logging.getLogger(__name__)
 

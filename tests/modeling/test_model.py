@@ -13,9 +13,9 @@ from modeling.batch import Batch
 from modeling.cache import CacheShape, PageTables, make_cache
 from modeling.flint.config import FULL, SLIDING, FlintConfig
 from modeling.flint.model import Flint
-from modeling.flint.params import parameter_names
 from modeling.layers.attention import dense_attention
 from modeling.layers.rope import rope_angles
+from modeling.parameters import parameter_names
 
 
 def count(model, part="") -> int:

@@ -7,9 +7,9 @@ import pytest
 from rounding_oracle import MISTAKES, Oracle, bf
 from tiny import tiny_flint
 
-from modeling.flint.params import parameter_names
 from modeling.layers.attention import dense_attention
 from modeling.layers.rope import rope_angles
+from modeling.parameters import parameter_names
 
 TOKENS = 48
 

@@ -12,7 +12,7 @@ from modeling.batch import Batch
 from modeling.cache import CacheShape, PageTables, make_cache
 from modeling.flint.config import FlintConfig
 from modeling.flint.model import Flint
-from modeling.flint.params import random_parameters
+from modeling.parameters import random_parameters
 
 SIZES = dict(
     vocab_size=128,

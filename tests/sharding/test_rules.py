@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from modeling.flint import names
 from modeling.flint.config import FlintConfig
 from modeling.flint.model import Flint
-from modeling.flint.params import parameter_names
+from modeling.parameters import parameter_names
 from sharding.rules import PRESETS, ShardingError, check_dimensions, mesh_shardings
 
 

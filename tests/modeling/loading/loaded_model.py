@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from modeling.flint.model import Flint
-from modeling.flint.params import parameter_names
 from modeling.layers.moe import SparseMLP
+from modeling.parameters import parameter_names
 
 
 def leaves(model: Flint) -> dict[str, jax.Array]:

@@ -33,7 +33,7 @@ PAIRS = """
 import sys
 import jax, numpy as np
 import modeling
-from modeling.flint.params import parameter_names
+from modeling.parameters import parameter_names
 from modeling.loading import load, orbax
 from modeling.loading.plan import make_plan
 from modeling.loading.source import find

@@ -1,4 +1,4 @@
-"""Flint's parameters by name: what they are called on disk, how they shard, and random ones for tests and benchmarks.
+"""A model's parameters by name, and random ones for tests and benchmarks.
 
 A parameter's name is its path in the module tree, for example `layers.3.mlp.experts.gate_proj.weight`.
 """
@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from modeling.flint.model import Flint
 
-
-def parameter_names(model: Flint) -> list[str]:
+def parameter_names(model: nnx.Module) -> list[str]:
     """Dotted names of the leaves of `jax.tree.leaves(model)`, in that order."""
     return [_dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
 
@@ -28,7 +27,7 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(parts)
 
 
-def random_parameters(abstract: Flint, seed: int) -> Flint:
+def random_parameters[Model: nnx.Module](abstract: Model, seed: int) -> Model:
     """Fills an abstract model with random values strong enough that every part of the model moves the logits.
 
     Drawn on the default device, leaf by leaf, so that full-size models can be made there for benchmarks.
@@ -51,8 +50,20 @@ def _random_leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.A
         # e2m1 has a mean square of 8.7, the block scales above one of 1.2: this brings y's variance near x's.
         return jnp.full(shape, 0.3 / math.sqrt(2048), dtype)
     noise = jax.random.normal(key, shape, jnp.bfloat16 if math.prod(shape) > 1 << 24 else jnp.float32)
+    mean, deviation = _moments(name, shape)
+    return (mean + deviation * noise).astype(dtype)
+
+
+def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and standard deviation of a leaf of plain numbers."""
     if "norm" in name:
-        return (1 + 0.2 * noise).astype(dtype)
-    if name.endswith("sinks") or name.startswith("embed_tokens"):
-        return noise.astype(dtype)
-    return (noise / math.sqrt(shape[-1])).astype(dtype)
+        return 1.0, 0.2
+    if name.endswith(("output_scale", "gate_scale")):
+        return 1.2, 0.05
+    if name.endswith("gate_bias"):
+        return 0.0, 0.15
+    if "sconv" in name:
+        return 0.0, 0.4
+    if name.startswith("embed") or name.endswith(("sinks", "rel_proj")):
+        return 0.0, 1.0
+    return 0.0, 1 / math.sqrt(shape[-1])
