@@ -16,6 +16,7 @@ from modeling.default import DEFAULT_CHECKPOINT
 from modeling.errors import CheckpointError
 from modeling.loading.source import find, resolve
 from serve.engine import Engine, EngineConfig
+from serve.media.format import MediaFormat
 from serve.request import InvalidRequest, SamplingParams
 from serve.text.load import find_tokenizer, load_tokenizer
 from serve.text.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class Assembled:
         engine: not started yet.
         generation_config: default sampling values by name, for requests that give none.
         model_dir: where the model's config is; tokenizer_dir: where the tokenizer's files are.
+        media_format: the pictures and sound the model reads; None if it reads text only.
     """
 
     engine: Engine
@@ -46,6 +48,7 @@ class Assembled:
     model_name: str
     model_dir: Path
     tokenizer_dir: Path
+    media_format: MediaFormat | None = None
 
 
 def assemble(

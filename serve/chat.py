@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from serve.assemble import Assembled
-from serve.request import EngineClosed, Output, Request, SamplingParams
+from serve.request import EngineClosed, InvalidRequest, Media, Output, Request, SamplingParams
 from serve.text import Delta, IncrementalDetokenizer, ParsedMessage, collect, encode_chat
-from serve.text.glm47 import BLOCK_TAGS, Glm47Parser, starts_in_reasoning
+from serve.text.chat_format import answer_parser, parsed_markers
+from serve.text.request_messages import has_media
 
 _serial = itertools.count()
 
@@ -27,13 +28,15 @@ def stream_chat(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     enable_thinking: bool = True,
+    reasoning_effort: str | float | None = None,
     sampling: SamplingParams | None = None,
 ) -> Iterator[Delta]:
     """Answers a conversation, yielding reasoning, content and tool calls as they come. Closing it aborts the request.
 
     Args:
-        messages, tools: in OpenAI's shape.
+        messages, tools: in OpenAI's shape. Pictures and clips are as `serve.media.content.load_media` takes them.
         enable_thinking: False asks for an answer without a thinking block.
+        reasoning_effort: how much to think, where the model knows it: see `serve.text.encode_chat`.
         sampling: None means the checkpoint's own defaults.
 
     Raises:
@@ -41,17 +44,16 @@ def stream_chat(
         RuntimeError: the engine failed while serving it.
     """
     tokenizer, engine = assembled.tokenizer, assembled.engine
-    prompt = encode_chat(tokenizer, messages, tools, enable_thinking=enable_thinking)
-    parser = Glm47Parser(
-        list(tools) if tools else None,
-        enable_thinking,
-        special_token_ids=tokenizer.special_token_ids,
-        in_reasoning=starts_in_reasoning(prompt, special_token_ids=tokenizer.special_token_ids),
+    tools = list(tools) if tools else None
+    prompt, media = encode_prompt(
+        assembled, messages, tools, enable_thinking=enable_thinking, reasoning_effort=reasoning_effort
     )
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True, keep=set(BLOCK_TAGS))
+    parser = answer_parser(tokenizer, prompt, tools, thinking=enable_thinking)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True, keep=parsed_markers(tokenizer))
     request_id = f"chat-{next(_serial)}"
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-    engine.submit(Request(request_id, tuple(prompt), sampling or default_sampling(assembled)), outputs.put)
+    sampling = sampling or default_sampling(assembled)
+    engine.submit(Request(request_id, tuple(prompt), sampling, media), outputs.put)
     try:
         while True:
             output = outputs.get()
@@ -69,6 +71,37 @@ def stream_chat(
         yield from parser.finish()
     finally:
         engine.abort(request_id)
+
+
+def encode_prompt(
+    assembled: Assembled,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> tuple[list[int], tuple[Media, ...]]:
+    """A conversation as token ids, and its pictures and clips at their placeholders.
+
+    Args:
+        assembled: its `media_format` says what the model reads beside text.
+        messages, tools: as in `stream_chat`. options: those of `serve.text.encode_chat`.
+
+    Raises:
+        InvalidRequest: the request cannot be served.
+    """
+    if not has_media(messages):
+        return encode_chat(assembled.tokenizer, messages, tools, **options), ()
+    format = assembled.media_format
+    if format is None:
+        raise InvalidRequest("the model reads text only: leave out pictures and sound, or serve an Inkling checkpoint")
+    # The libraries behind are an extra, and slow to import.
+    from serve.media.content import load_media
+    from serve.media.place import place
+
+    loaded, items = load_media(messages, format, max_tokens=assembled.engine.max_model_len)
+    ids = {"image": format.image_token_id, "audio": format.audio_token_id}
+    known = {kind: token_id for kind, token_id in ids.items() if token_id is not None}
+    prompt = encode_chat(assembled.tokenizer, loaded, tools, placeholder_ids=known, **options)
+    return prompt, place(prompt, items, format.image_token_id, format.audio_token_id)
 
 
 def chat(assembled: Assembled, messages: Sequence[Mapping[str, Any]], **options: Any) -> ParsedMessage:

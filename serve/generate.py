@@ -7,6 +7,8 @@ import io
 import logging
 import signal
 import sys
+from pathlib import Path
+from typing import Any
 
 DIM, PLAIN = "\033[2m", "\033[0m"
 
@@ -20,6 +22,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="folder or repository of the tokenizer, where it is not with the model")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--system", help="a system message")
+    media = {"dest": "media", "action": "append", "default": [], "metavar": "FILE"}
+    parser.add_argument("--image", type=image_part, **media, help="a picture before the prompt; may be repeated")
+    parser.add_argument("--audio", type=audio_part, **media, help="a clip before the prompt; may be repeated")
+    parser.add_argument("--effort", help="how much to think: none to max, or a number from 0 to 0.99 (Inkling)")
     parser.add_argument("--no-thinking", action="store_true", help="ask for an answer without a thinking block")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the checkpoint's own)")
     parser.add_argument("--top-p", type=float)
@@ -45,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    messages.append({"role": "user", "content": prompt})
+    text = {"type": "text", "text": prompt}
+    messages.append({"role": "user", "content": [*args.media, text] if args.media else prompt})
     try:
         assembled = assemble(
             args.model, tokenizer=args.tokenizer, dtype=args.dtype, max_model_len=args.max_model_len, num_slots=1
@@ -60,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         with assembled.engine:
             thought = False
-            for delta in stream_chat(assembled, messages, enable_thinking=not args.no_thinking, sampling=sampling):
+            options = {"enable_thinking": not args.no_thinking, "reasoning_effort": args.effort}
+            for delta in stream_chat(assembled, messages, **options, sampling=sampling):
                 if thought and not delta.reasoning:
                     print(file=sys.stderr, flush=True)  # between thinking and answer, wherever both are shown
                 thought = bool(delta.reasoning)
@@ -72,6 +80,16 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     print(flush=True)
     return 0
+
+
+def image_part(file: str) -> dict[str, Any]:
+    """A file as a part of a message, as `serve.media.content.load_media` takes it."""
+    return {"type": "image", "image": Path(file)}
+
+
+def audio_part(file: str) -> dict[str, Any]:
+    """Likewise, a clip."""
+    return {"type": "audio", "audio": Path(file)}
 
 
 def show(delta) -> None:

@@ -141,9 +141,12 @@ def _parts(content: str | list[Any]) -> Iterator[tuple[str, str | int]]:
         yield tokens.TEXT, content
         return
     for part in content:
-        kind = "text" if isinstance(part, str) else part.get("type")
+        if isinstance(part, str):
+            yield tokens.TEXT, part
+            continue
+        kind = part.get("type")
         if kind == "text":
-            yield tokens.TEXT, part if isinstance(part, str) else part["text"]
+            yield tokens.TEXT, part["text"]
         elif kind == "thinking" and isinstance(part.get("thinking"), str):
             yield tokens.THINKING, part["thinking"]
         elif kind in MEDIA_TYPES and "num_tokens" in part:

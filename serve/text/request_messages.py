@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from serve.request import InvalidRequest
@@ -66,6 +66,18 @@ def normalised(message: Message, *, join_text: bool) -> dict[str, Any]:
     return result
 
 
+def has_media(messages: Sequence[Message]) -> bool:
+    """Whether a picture or clip is among the parts, loaded or not."""
+    return any(isinstance(part, Mapping) and part.get("type") in MEDIA_TYPES for part in _parts(messages))
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[Any]:
+    """The parts of every content that is a list of them."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        yield from content if isinstance(content, list | tuple) else ()
+
+
 def media_parts(messages: Sequence[Message]) -> list[tuple[str, int]]:
     """(kind, number of tokens) of every loaded picture and clip, in order.
 
@@ -73,14 +85,12 @@ def media_parts(messages: Sequence[Message]) -> list[tuple[str, int]]:
         InvalidRequest: a part's number of tokens is none.
     """
     found = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list | tuple) else ():
-            if isinstance(part, Mapping) and "num_tokens" in part and part.get("type") in MEDIA_TYPES:
-                count = part["num_tokens"]
-                if type(count) is not int or count < 1:
-                    raise InvalidRequest(f"a part of type {part['type']} has {count!r} tokens; it must have at least 1")
-                found.append((MEDIA_TYPES[part["type"]], count))
+    for part in _parts(messages):
+        if isinstance(part, Mapping) and "num_tokens" in part and part.get("type") in MEDIA_TYPES:
+            count = part["num_tokens"]
+            if type(count) is not int or count < 1:
+                raise InvalidRequest(f"a part of type {part['type']} has {count!r} tokens; it must have at least 1")
+            found.append((MEDIA_TYPES[part["type"]], count))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 from pathlib import Path
 
 from serve.text.huggingface import character_of_byte
@@ -58,7 +59,7 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None
     """The two tokens that a longer one is merged from; None for a byte, and for one whose parts are left out here."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        pairs = [ranks.get(a + b, ranks[token]) for a, b in zip(parts, parts[1:], strict=False)]
+        pairs = [ranks.get(a + b, ranks[token]) for a, b in itertools.pairwise(parts)]
         first = min(range(len(pairs)), key=pairs.__getitem__)
         if pairs[first] >= ranks[token]:
             return None
