@@ -165,17 +165,15 @@ def _expanded(
     pieces: Iterable[str | int], media: Sequence[tuple[str, int]], tokenizer: Tokenizer, choices: _Choices
 ) -> Iterator[str | int]:
     """`pieces` with the template's one placeholder for a picture or clip repeated for each of its rows."""
-    ids = {
-        kind: tokenizer.special_token_ids[name]
-        for kind, name in PLACEHOLDERS.items()
-        if name in tokenizer.special_token_ids
-    }
-    ids |= choices.placeholder_ids or {}
+    own = {kind: tokenizer.special_token_ids.get(name) for kind, name in PLACEHOLDERS.items()}
+    ids = {kind: token_id for kind, token_id in own.items() if token_id is not None} | dict(
+        choices.placeholder_ids or {}
+    )
     if missing := sorted({kind for kind, _ in media} - ids.keys()):
         raise InvalidRequest(f"the model does not read {missing[0]} parts: send text only")
     waiting = list(media)
     for piece in pieces:
-        kind = next((kind for kind, token_id in ids.items() if piece == token_id), None)
+        kind = next((kind for kind in ids if piece in (own[kind], ids[kind])), None)
         if kind is None:
             yield piece
         elif waiting and waiting[0][0] == kind:
@@ -228,6 +226,7 @@ class _Placeholders:
         self._mark = str(secrets.randbelow(9 * 10**17) + 10**17)
         self._placeholder = re.compile(f"Q{self._mark}x([0-9]+)Q")
         self._hidden: list[str] = []
+        self._numbers: dict[str, int] = {}  # equal texts are hidden alike, as templates compare ids of calls
 
     def hide(self, value: Any, shown: frozenset[str] = frozenset(), depth: int = 0) -> Any:
         """`value` with control-token strings but those in `shown` hidden in every string, names of fields included.
@@ -261,8 +260,10 @@ class _Placeholders:
         return body[:end] + self._hold(body[end:]) + text[len(body) :] if end < len(body) else text
 
     def _hold(self, text: str) -> str:
-        self._hidden.append(text)
-        return f"Q{self._mark}x{len(self._hidden) - 1}Q"
+        number = self._numbers.setdefault(text, len(self._hidden))
+        if number == len(self._hidden):
+            self._hidden.append(text)
+        return f"Q{self._mark}x{number}Q"
 
 
 def _prepare(message: Message, source: str, placeholders: _Placeholders, join_text: bool) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
-from sentencepiece import sentencepiece_model_pb2
 from inkling_vocabulary import INKLING_VOCABULARY, inkling_spec
+from sentencepiece import sentencepiece_model_pb2
 from text_samples import SPECIAL, TAGS, TEMPLATE, WORD_RULE, bpe_as_gguf, mixed_lines, write_gguf_vocabulary
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
