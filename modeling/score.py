@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         scores = score(model, tokens, media, mtp=args.mtp)
         found = {"logits": scores.logits} | {f"mtp_logits_{n}": x for n, x in enumerate(scores.mtp_logits)}
         with args.out.open("wb") as file:  # np.savez would append .npz to another name
-            np.savez(file, **found)
+            np.savez(file, allow_pickle=False, **found)
         print(f"wrote {args.out}: " + ", ".join(f"{name} {list(x.shape)}" for name, x in found.items()) + " float32")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

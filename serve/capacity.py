@@ -6,22 +6,28 @@ import dataclasses
 
 import jax
 
+from modeling.architecture import Model
 from modeling.cache import CacheShape
-from modeling.flint.model import Flint
 
 
 def cache_shape(
-    model: Flint, num_slots: int, max_model_len: int, max_chunk: int, cache_bytes: int | None = None
+    model: Model,
+    num_slots: int,
+    max_model_len: int,
+    max_chunk: int,
+    num_drafts: int = 0,
+    cache_bytes: int | None = None,
 ) -> CacheShape:
     """The pools that the memory allows: enough for every slot at full length, or as many pages as fit.
 
     Args:
-        max_chunk: longest prefill chunk, in tokens. cache_bytes: see `serve.engine.EngineConfig`.
+        max_chunk: longest prefill chunk, in tokens. num_drafts: tokens drafted a step.
+        cache_bytes: see `serve.engine.EngineConfig`.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` tokens fits.
     """
-    wanted = CacheShape.for_sequences(model.config, num_slots, max_model_len, max_chunk)
+    wanted = CacheShape.for_sequences(model.config, num_slots, max_model_len, max_chunk, num_drafts)
     budget = cache_bytes if cache_bytes is not None else _available_bytes()
     fixed = dataclasses.replace(wanted, num_full_pages=0).bytes(model.config, model.dtype)
     page = dataclasses.replace(wanted, num_full_pages=1).bytes(model.config, model.dtype) - fixed

@@ -31,5 +31,6 @@ class Collector:
                     self.prompt_logprobs,
                     output.matched_token_id,
                     output.error,
+                    output.speculation,
                 )
             )

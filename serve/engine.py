@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import numpy as np
 
-from modeling.flint.model import Flint
+from modeling.architecture import Model
+from modeling.batch import MediaRows
 from modeling.sampling import TopLogprobs
+from serve.admission import admission
 from serve.capacity import cache_shape
 from serve.collector import Collector
-from serve.programs import SCORED_CHUNK, Admission, Programs, Sampled, Shapes
+from serve.engine_media import TowerCache, media_rows, placeholders
+from serve.logprobs import token_logprob
+from serve.programs import SCORED_CHUNK, Programs, Sampled, Shapes
 from serve.request import (
     MAX_STOP_TOKENS,
     Completion,
@@ -32,11 +35,11 @@ from serve.request import (
     InvalidRequest,
     Output,
     Request,
-    TokenLogprob,
 )
 from serve.request import SamplingParams as SamplingParams
 from serve.scheduler import Scheduler, Sequence
-from serve.validate import MAX_LOGIT_BIAS, check_request
+from serve.speculative import num_draft_tokens
+from serve.validate import MAX_LOGIT_BIAS, check_media, check_request
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,9 @@ class EngineConfig:
         prefill_chunks: compiled chunk lengths in tokens, ascending; None takes `CPU_CHUNKS` or `ACCELERATOR_CHUNKS`.
         decode_steps: tokens generated between two visits to the host.
         max_queue: requests that may wait for a slot.
+        num_draft_tokens: tokens drafted and checked a step, at most the model's drafting depths; 0 switches speculation
+            off, None drafts `serve.speculative.DRAFT_TOKENS` or as many as the model can.
+        media_cache_bytes: host memory for tower outputs of pictures and clips seen before.
         progress: show a bar while compiling.
     """
 
@@ -66,6 +72,8 @@ class EngineConfig:
     prefill_chunks: tuple[int, ...] | None = None
     decode_steps: int = 8
     max_queue: int = 1024
+    num_draft_tokens: int | None = None
+    media_cache_bytes: int = 256 << 20
     progress: bool = True
 
 
@@ -75,15 +83,17 @@ class Engine:
     Attributes:
         max_model_len: prompt + output tokens a sequence may have.
         vocab_size: token ids are 0 .. vocab_size - 1.
+        num_draft_tokens: tokens drafted a step; 0 without speculation.
         eos_token_ids: end tokens, unless a request ignores them.
         compiles_since_ready: programs XLA has compiled since `start` returned; stays 0.
         is_alive: False once the engine's thread has died of a fault it could not recover from.
     """
 
-    def __init__(self, model: Flint, config: EngineConfig = EngineConfig(), eos_token_ids: Iterable[int] = ()):
+    def __init__(self, model: Model, config: EngineConfig = EngineConfig(), eos_token_ids: Iterable[int] = ()):
         limit = model.config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = model.config.kept_vocab_size
+        self.num_draft_tokens = num_draft_tokens(model, config.num_draft_tokens)
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *model.config.eos_token_ids)))
         if strange := [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]:
             raise ValueError(f"end token ids {strange} are outside the vocabulary 0..{self.vocab_size - 1}")
@@ -95,13 +105,22 @@ class Engine:
         self._chunks = config.prefill_chunks or (CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS)
         shapes = Shapes(
             num_slots=config.num_slots,
-            cache=cache_shape(model, config.num_slots, self.max_model_len, max(self._chunks), config.cache_bytes),
+            cache=cache_shape(
+                model,
+                config.num_slots,
+                self.max_model_len,
+                max(self._chunks),
+                self.num_draft_tokens,
+                config.cache_bytes,
+            ),
             prefill_chunks=self._chunks,
             decode_steps=config.decode_steps,
             num_stops=MAX_STOP_TOKENS,
             max_bias=MAX_LOGIT_BIAS,
         )
         self._programs = Programs(model, shapes)
+        self._placeholders = placeholders(model)
+        self._towers = TowerCache(self._programs.embed_media, config.media_cache_bytes)
         self._scheduler = Scheduler(config.num_slots, shapes.cache)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._known: set[str] = set()  # ids submitted and not finished; guarded by the lock
@@ -111,6 +130,7 @@ class Engine:
         self._idle.set()
         self._thread: threading.Thread | None = None
         self._prompt_tokens_total = self._generation_tokens_total = 0
+        self._draft_tokens_total = self._accepted_tokens_total = 0
         self.compiles_since_ready = 0
         self.is_alive = True
 
@@ -156,7 +176,11 @@ class Engine:
 
     def _check(self, request: Request) -> int:
         """How many tokens the request may generate; raises InvalidRequest where it can never be served."""
-        max_tokens = check_request(request, self.max_model_len, self.vocab_size, len(self.eos_token_ids))
+        check_media(request, self._placeholders)
+        placeholder_ids = [place.token_id for place in self._placeholders.values()]
+        max_tokens = check_request(
+            request, self.max_model_len, self.vocab_size, len(self.eos_token_ids), placeholder_ids
+        )
         full, _ = self._scheduler.pages_needed(len(request.prompt_token_ids) + max_tokens - 1)
         if full > self._scheduler.full_pool.num_pages:
             raise InvalidRequest(
@@ -217,6 +241,8 @@ class Engine:
             kv_pages_total=scheduler.full_pool.num_pages,
             prompt_tokens_total=self._prompt_tokens_total,
             generation_tokens_total=self._generation_tokens_total,
+            draft_tokens_total=self._draft_tokens_total,
+            accepted_tokens_total=self._accepted_tokens_total,
         )
 
     def drain(self, timeout_s: float) -> None:
@@ -296,7 +322,12 @@ class Engine:
         """Admits what fits, runs one prompt chunk, then lets every decoding slot generate a few tokens."""
         while sequence := self._scheduler.admit_next():
             try:
-                row = self._admission(sequence)
+                row = admission(
+                    self._programs.empty_admission(),
+                    sequence,
+                    self._stop_ids(sequence.request.sampling),
+                    self.vocab_size,
+                )
             except Exception as error:  # on the host, before anything shared was touched: only this request is lost
                 log.exception("request %s could not be admitted", sequence.request.request_id)
                 self._end(sequence, self._last_output(sequence, "error", f"the request could not be admitted: {error}"))
@@ -310,31 +341,6 @@ class Engine:
             # A prompt in progress waits for no more than one token of the others.
             more_prompts = self._scheduler.next_prefill() is not None
             self._decode(decoding, 1 if more_prompts else self.config.decode_steps)
-
-    def _admission(self, sequence: Sequence) -> Admission:
-        sampling = sequence.request.sampling
-        row = self._programs.empty_admission()
-        for values, source in (
-            (row.stop_ids, self._stop_ids(sampling)),
-            (row.bias_ids, list(sampling.logit_bias)),
-            (row.bias_values, list(sampling.logit_bias.values())),
-            (row.full_pages, sequence.full_pages),
-            (row.window_pages, sequence.window_pages),
-        ):
-            values[: len(source)] = source
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % (1 << 64)
-        return row._replace(
-            temperature=np.float32(sampling.temperature),
-            top_k=np.int32(min(max(sampling.top_k, 0), self.vocab_size)),
-            top_p=np.float32(sampling.top_p),
-            min_p=np.float32(sampling.min_p),
-            repetition_penalty=np.float32(sampling.repetition_penalty),
-            presence_penalty=np.float32(sampling.presence_penalty),
-            frequency_penalty=np.float32(sampling.frequency_penalty),
-            key=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-            min_tokens=np.int32(sampling.min_tokens),
-            max_tokens=np.int32(sequence.max_tokens),
-        )
 
     def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         return (() if sampling.ignore_eos else self.eos_token_ids) + sampling.stop_token_ids
@@ -350,33 +356,54 @@ class Engine:
         else:
             chunk = next((c for c in self._chunks if c >= left), self._chunks[-1])
             length = min(chunk, left)
-        tokens = _padded(prompt[start : start + length], chunk)
+        places = chunk + self.num_draft_tokens  # the drafting depths look that many tokens further
+        tokens = _padded(prompt[start : start + places], places)
+        media = self._media_rows(sequence, start, places)
         sequence.num_prefilled += length
         self._prompt_tokens_total += length
         if scored:
             targets = prompt[start + 1 : start + 1 + length]
-            scores = self._programs.prefill_scored(sequence.slot, tokens, length, _padded(targets, chunk))
+            scores = self._programs.prefill_scored(sequence.slot, tokens, length, _padded(targets, chunk), media)
             num_top = sequence.request.sampling.prompt_logprobs or 0
-            sequence.prompt_logprobs += [
-                _token_logprob(token, scores, (i,), num_top) for i, token in enumerate(targets)
-            ]
+            sequence.prompt_logprobs += [token_logprob(token, scores, (i,), num_top) for i, token in enumerate(targets)]
             return
-        first = self._programs.prefill(sequence.slot, tokens, length, is_last=not sequence.is_prefilling)
+        first = self._programs.prefill(sequence.slot, tokens, length, not sequence.is_prefilling, media)
         if first:
             token, scores = first
+            sequence.media_outputs.clear()
             self._deliver(sequence, [token], lambda _: (scores, ()))
+
+    def _media_rows(self, sequence: Sequence, start: int, length: int) -> MediaRows | None:
+        media = sequence.request.media
+        if not media:
+            return None
+        if not sequence.media_outputs:
+            sequence.media_outputs = [self._towers.outputs(item) for item in media]
+        return media_rows(
+            media, sequence.media_outputs, start, length, self._programs.config.hidden_size, self._programs.dtype
+        )
 
     def _decode(self, decoding: list[Sequence], num_steps: int) -> None:
         wanted = any(s.request.sampling.logprobs is not None for s in decoding)
         out: Sampled = self._programs.decode(num_steps, wanted)
         for sequence in decoding:
             slot = sequence.slot
-            steps = np.flatnonzero(out.valid[:, slot])
+            places = np.flatnonzero(out.valid[:, slot])
+            self._count_drafts(sequence, out.steps[:, slot])
             self._deliver(
                 sequence,
-                [int(out.tokens[step, slot]) for step in steps],
-                lambda i, steps=steps, slot=slot: (out.logprobs, (steps[i], slot)),
+                [int(out.tokens[place, slot]) for place in places],
+                lambda i, places=places, slot=slot: (out.logprobs, (places[i], slot)),
             )
+
+    def _count_drafts(self, sequence: Sequence, tokens_of_steps: np.ndarray) -> None:
+        remaining = sequence.max_tokens - sequence.num_output_tokens
+        for tokens in tokens_of_steps[tokens_of_steps > 0].tolist():
+            drafted = min(self.num_draft_tokens, remaining - 1)
+            sequence.speculation.add(drafted, tokens - 1)
+            self._draft_tokens_total += drafted
+            self._accepted_tokens_total += tokens - 1
+            remaining -= tokens
 
     def _deliver(
         self, sequence: Sequence, tokens: list[int], scores: Callable[[int], tuple[TopLogprobs, tuple[int, ...]]]
@@ -395,7 +422,7 @@ class Engine:
         logprobs = ()
         if sampling.logprobs is not None:
             num_top = sampling.logprobs
-            logprobs = tuple(_token_logprob(token, *scores(i), num_top) for i, token in enumerate(tokens))
+            logprobs = tuple(token_logprob(token, *scores(i), num_top) for i, token in enumerate(tokens))
         wants_prompt = sampling.prompt_logprobs is not None
         output = Output(
             request_id=sequence.request.request_id,
@@ -406,6 +433,7 @@ class Engine:
             matched_token_id=matched,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_output_tokens=sequence.num_output_tokens,
+            speculation=sequence.speculation.snapshot(),
         )
         if finish:
             self._programs.release(sequence.slot)
@@ -434,6 +462,7 @@ class Engine:
             error=error,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_output_tokens=sequence.num_output_tokens,
+            speculation=sequence.speculation.snapshot(),
         )
 
     def _end(self, sequence: Sequence, output: Output) -> None:
@@ -456,9 +485,13 @@ class Engine:
         """Runs each program once, so that the first request pays for no lazy initialisation."""
         programs = self._programs
         programs.admit(0, programs.empty_admission())
-        for chunk in self._chunks:
-            programs.prefill(0, np.zeros(chunk, np.int32), 1, is_last=True)
-        programs.prefill_scored(0, np.zeros(SCORED_CHUNK, np.int32), 1, np.zeros(SCORED_CHUNK, np.int32))
+        places = self.num_draft_tokens
+        for media in (False, True) if self._placeholders else (False,):
+            for chunk in self._chunks:
+                programs.prefill(0, np.zeros(chunk + places, np.int32), 1, True, *programs.no_media(chunk, media))
+            tokens, targets = np.zeros(SCORED_CHUNK + places, np.int32), np.zeros(SCORED_CHUNK, np.int32)
+            programs.prefill_scored(0, tokens, 1, targets, *programs.no_media(SCORED_CHUNK, media))
+        programs.warm_up_towers()
         programs.decode(1, True)
         programs.release(0)
         programs.reset()
@@ -474,11 +507,3 @@ def _padded(tokens: tuple[int, ...], size: int) -> np.ndarray:
     padded = np.zeros(size, np.int32)
     padded[: len(tokens)] = tokens
     return padded
-
-
-def _token_logprob(token: int, scores: TopLogprobs, at: tuple[int, ...], num_top: int) -> TokenLogprob:
-    """The host's view of one position `at` of the arrays in `scores`."""
-    ids, values = scores.top_ids[at][:num_top], scores.top[at][:num_top]
-    # A banned token may have -inf; JSON and protobuf readers want finite numbers.
-    top = tuple((int(i), max(float(v), -9999.0)) for i, v in zip(ids, values, strict=True))
-    return TokenLogprob(token, max(float(scores.chosen[at]), -9999.0), top)

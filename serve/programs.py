@@ -8,6 +8,7 @@ object, which cannot compile anything later: a wrong shape is an error instead o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -19,9 +20,13 @@ import numpy as np
 from jax import lax
 from tqdm import tqdm
 
-from modeling.batch import Batch
+from modeling.architecture import Model
+from modeling.batch import Batch, MediaRows
 from modeling.cache import Cache, CacheShape, PageTables, make_cache
-from modeling.flint.model import Flint
+from modeling.inkling.layer import Step
+from modeling.inkling.media import BATCHES, in_batches, tower_output, tower_rows
+from modeling.inkling.model import Inkling
+from modeling.inkling.mtp import draft, prefill_depths, remember
 from modeling.sampling import (
     MAX_TOP_LOGPROBS,
     SamplingState,
@@ -31,6 +36,7 @@ from modeling.sampling import (
     sample,
     top_logprobs,
 )
+from serve.speculative import Verified, verify
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +85,19 @@ class Admission(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens sampled by one call, [slots, steps] each; `valid` tells which exist, `logprobs` are theirs if wanted."""
+    """What one decode call gave, on the host.
 
-    tokens: jax.Array
-    valid: jax.Array
+    Attributes:
+        tokens: [places, slots], in order; with speculation several places a step.
+        valid: [places, slots], which of them exist.
+        logprobs: of the tokens, if wanted.
+        steps: [steps, slots], tokens that each step gave a slot.
+    """
+
+    tokens: np.ndarray
+    valid: np.ndarray
     logprobs: TopLogprobs
+    steps: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +120,10 @@ class Shapes:
 class Programs:
     """Compiles the programs and owns the device state they work on. One thread may use it."""
 
-    def __init__(self, model: Flint, shapes: Shapes):
+    def __init__(self, model: Model, shapes: Shapes):
         self.config, self.dtype, self.shapes = model.config, model.dtype, shapes
+        self._num_drafts = shapes.cache.num_drafts
+        self._towers = {kind: shape for kind, shape in tower_rows(model).items() if shape}
         self._leaves, self._treedef = jax.tree.flatten(model)
         self._compiled: dict[str, Callable[..., Any]] = {}
         self.cache: Cache | None = None
@@ -135,7 +151,7 @@ class Programs:
             jnp.full((slots, cache.ring), cache.num_window_pages, jnp.int32),
             jnp.arange(slots, dtype=jnp.int32),
         )
-        sampling = make_sampling_state(slots, self.config.vocab_size, self.shapes.num_stops)
+        sampling = make_sampling_state(slots, self.config.kept_vocab_size, self.shapes.num_stops)
         state = SlotState(sampling, pages, zeros, zeros, zeros, jnp.zeros(slots, bool))
         # Donation needs every leaf to be its own buffer; several fields start from one array above.
         return jax.tree.map(jnp.copy, state)
@@ -167,22 +183,31 @@ class Programs:
             state.active.at[slot].set(False),
         )
 
-    def _prefill_hidden(self, model: Flint, cache: Cache, state: SlotState, slot, tokens, length):
+    def _prefill_hidden(self, model: Model, cache: Cache, state: SlotState, slot, tokens, length, media):
+        """tokens [chunk + drafts]: each drafting depth looks one token further than the one before."""
+        chunk = tokens.shape[0] - self._num_drafts
         pages = jax.tree.map(lambda table: table[slot][None], state.pages)
-        start = state.length[slot]
-        hidden, cache = model.forward(Batch(tokens[None], start[None], length[None], pages), cache)
-        real = jnp.arange(tokens.shape[0]) < length
-        seen = jnp.where(real, tokens, self.config.vocab_size)
+        start = state.length[slot][None]
+        here = jax.tree.map(lambda array: array[None, :chunk], media)
+        batch = Batch(tokens[None, :chunk], start, length[None], pages, here)
+        hidden, cache = model.forward(batch, cache)
+        if self._num_drafts:
+            assert isinstance(model, Inkling)
+            embeds = model.embedded(tokens[None], jax.tree.map(lambda array: array[None], media))
+            _, cache = prefill_depths(model, hidden, embeds, Step.of(batch), cache)
+            cache = remember(cache, hidden, embeds[:, :chunk], pages.slot, start, batch.lengths)
+        real = jnp.arange(chunk) < length
+        seen = jnp.where(real, tokens[:chunk], self.config.vocab_size)
         in_prompt = state.sampling.in_prompt.at[slot, seen].set(True, mode="drop")
         state = state._replace(
             sampling=state.sampling._replace(in_prompt=in_prompt), length=state.length.at[slot].add(length)
         )
         return hidden[0], cache, state
 
-    def _prefill(self, leaves, cache: Cache, state: SlotState, slot, tokens, length, is_last):
-        """One chunk [chunk] of one slot's prompt; after the last one the first token is sampled."""
+    def _prefill(self, leaves, cache: Cache, state: SlotState, slot, tokens, length, is_last, media=None):
+        """One chunk of one slot's prompt; after the last one the first token is sampled."""
         model = jax.tree.unflatten(self._treedef, leaves)
-        hidden, cache, state = self._prefill_hidden(model, cache, state, slot, tokens, length)
+        hidden, cache, state = self._prefill_hidden(model, cache, state, slot, tokens, length, media)
         last = lax.dynamic_index_in_dim(hidden, length - 1, keepdims=True)
         logits = model.logits(last)  # [1, vocab]
         row = jax.tree.map(lambda leaf: leaf[slot][None], state.sampling)
@@ -190,43 +215,42 @@ class Programs:
         logprobs = top_logprobs(logits, token)
         slots = jnp.arange(self.shapes.num_slots)
         here = (slots == slot) & is_last
-        state = self._advance(state, jnp.where(here, token[0], 0), here)
-        state = state._replace(active=jnp.where(here, self._goes_on(state), state.active))
+        state, goes_on = self._take(state, jnp.where(here, token[0], 0), here)
+        state = state._replace(active=jnp.where(here, goes_on, state.active))
         return cache, state, token[0], jax.tree.map(lambda leaf: leaf[0], logprobs)
 
-    def _prefill_scored(self, leaves, cache: Cache, state: SlotState, slot, tokens, length, targets):
-        """One chunk whose log-probabilities of `targets` (the tokens one further) are wanted too: [chunk] each."""
+    def _prefill_scored(self, leaves, cache: Cache, state: SlotState, slot, tokens, length, targets, media=None):
+        """One chunk whose log-probabilities of `targets` [chunk] (the tokens one further) are wanted too."""
         model = jax.tree.unflatten(self._treedef, leaves)
-        hidden, cache, state = self._prefill_hidden(model, cache, state, slot, tokens, length)
-
+        hidden, cache, state = self._prefill_hidden(model, cache, state, slot, tokens, length, media)
         return cache, state, top_logprobs(model.logits(hidden), targets)
 
-    def _advance(self, state: SlotState, tokens: jax.Array, rows: jax.Array) -> SlotState:
-        """Takes the sampled `tokens` [slots] into the chosen `rows` [slots]."""
-        return state._replace(
+    def _take(self, state: SlotState, tokens: jax.Array, rows: jax.Array) -> tuple[SlotState, jax.Array]:
+        """Takes the sampled `tokens` [slots] into the chosen `rows` [slots]; and whether a row then goes on."""
+        state = state._replace(
             sampling=record(state.sampling, tokens, rows),
             last_token=jnp.where(rows, tokens, state.last_token),
             remaining=state.remaining - rows.astype(jnp.int32),
         )
-
-    def _goes_on(self, state: SlotState) -> jax.Array:
         stopped = (state.sampling.stop_ids == state.last_token[:, None]).any(-1)
-        return ~stopped & (state.remaining > 0)
+        return state, ~stopped & (state.remaining > 0)
 
     def _decode(self, leaves, cache: Cache, state: SlotState, num_steps, want_logprobs):
-        """Up to `num_steps` tokens for every active slot, without the host."""
+        """Up to `num_steps` steps for every active slot, without the host."""
         model = jax.tree.unflatten(self._treedef, leaves)
         slots, steps = self.shapes.num_slots, self.shapes.decode_steps
-        num_top = min(MAX_TOP_LOGPROBS, self.config.vocab_size)
+        num_top = min(MAX_TOP_LOGPROBS, self.config.kept_vocab_size)
 
         def no_logprobs() -> TopLogprobs:
             return TopLogprobs(jnp.zeros(slots), jnp.zeros((slots, num_top)), jnp.zeros((slots, num_top), jnp.int32))
 
-        out = Sampled(
-            jnp.zeros((steps, slots), jnp.int32),
-            jnp.zeros((steps, slots), bool),
-            jax.tree.map(lambda leaf: jnp.zeros((steps, *leaf.shape), leaf.dtype), no_logprobs()),
-        )
+        def choose(logits: jax.Array, state: SlotState) -> tuple[jax.Array, TopLogprobs]:
+            tokens = sample(logits, state.sampling)
+            return tokens, lax.cond(want_logprobs, lambda: top_logprobs(logits, tokens), no_logprobs)
+
+        def take(state: SlotState, tokens: jax.Array, rows: jax.Array) -> tuple[SlotState, jax.Array]:
+            state, goes_on = self._take(state._replace(length=state.length + rows), tokens, rows)
+            return state._replace(active=jnp.where(rows, goes_on, state.active)), goes_on
 
         def goes_on(carry) -> jax.Array:
             step, _, state, _ = carry
@@ -234,19 +258,33 @@ class Programs:
 
         def body(carry):
             step, cache, state, out = carry
-            active = state.active
-            batch = Batch(state.last_token[:, None], state.length, active.astype(jnp.int32), state.pages)
-            hidden, cache = model.forward(batch, cache)
-            logits = model.logits(hidden[:, 0])
-            tokens = jnp.where(active, sample(logits, state.sampling), 0)
-            logprobs = lax.cond(want_logprobs, lambda: top_logprobs(logits, tokens), no_logprobs)
-            state = self._advance(state._replace(length=state.length + active), tokens, active)
-            state = state._replace(active=active & self._goes_on(state))
-            news = Sampled(tokens, active, logprobs)
+            drafts, cache = self._draft(model, cache, state)
+            tokens = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
+            # Never past what a slot may still generate: beyond that it has no pages.
+            lengths = jnp.where(state.active, jnp.minimum(tokens.shape[1], state.remaining), 0)
+            hidden, cache = model.forward(Batch(tokens, state.length, lengths, state.pages), cache)
+            if self._num_drafts:
+                assert isinstance(model, Inkling)
+                cache = remember(cache, hidden, model.embedded(tokens), state.pages.slot, state.length, lengths)
+            state, news = verify(model.logits(hidden), drafts, state, state.active, choose, take)
             return step + 1, cache, state, jax.tree.map(lambda all_, new: all_.at[step].set(new), out, news)
 
+        places = self._num_drafts + 1
+        one_step = Verified(jnp.zeros(slots, jnp.int32), jnp.zeros(slots, bool), no_logprobs())
+        out = jax.tree.map(lambda leaf: jnp.zeros((steps, places, *leaf.shape), leaf.dtype), one_step)
         _, cache, state, out = lax.while_loop(goes_on, body, (jnp.int32(0), cache, state, out))
         return cache, state, out
+
+    def _draft(self, model: Model, cache: Cache, state: SlotState) -> tuple[jax.Array, Cache]:
+        """Drafts after the newest tokens: [slots, drafts], and the updated cache."""
+        if not self._num_drafts:
+            return jnp.zeros((self.shapes.num_slots, 0), jnp.int32), cache
+        assert isinstance(model, Inkling)
+        return draft(model, state.last_token, state.length, state.active, state.pages, cache)
+
+    def _tower(self, leaves, rows, *, kind: str):
+        """One batch of pictures' or sound's rows as vectors of the text stream."""
+        return tower_output(jax.tree.unflatten(self._treedef, leaves), kind, rows)
 
     # -- compiling and calling ------------------------------------------------------------------------------------
 
@@ -268,12 +306,34 @@ class Programs:
             ("admit", self._admit, (0,), (self.state, slot, self.empty_admission())),
             ("decode", self._decode, (1, 2), (*core, np.int32(1), flag)),
         ]
-        for chunk in self.shapes.prefill_chunks:
-            tokens = np.zeros(chunk, np.int32)
-            jobs.append((f"prefill {chunk}", self._prefill, (1, 2), (*core, slot, tokens, slot, flag)))
-        tokens = np.zeros(SCORED_CHUNK, np.int32)
-        jobs.append(("prefill scored", self._prefill_scored, (1, 2), (*core, slot, tokens, slot, tokens)))
+        for media in (False, True) if self._towers else (False,):
+            for chunk in self.shapes.prefill_chunks:
+                arguments = (*core, slot, self._tokens(chunk), slot, flag, *self.no_media(chunk, media))
+                jobs.append((self._name("prefill", chunk, media), self._prefill, (1, 2), arguments))
+            targets = np.zeros(SCORED_CHUNK, np.int32)
+            arguments = (*core, slot, self._tokens(SCORED_CHUNK), slot, targets, *self.no_media(SCORED_CHUNK, media))
+            jobs.append((self._name("scored", SCORED_CHUNK, media), self._prefill_scored, (1, 2), arguments))
+        for kind, shape in self._towers.items():
+            for rows in BATCHES:
+                dtype = np.float32 if kind == "image" else np.uint8
+                tower = functools.partial(self._tower, kind=kind)
+                jobs.append((f"{kind} {rows}", tower, (), (self._leaves, np.zeros((rows, *shape), dtype))))
         return jobs
+
+    @staticmethod
+    def _name(what: str, chunk: int, media: bool) -> str:
+        return f"{what} {chunk}{' with media' if media else ''}"
+
+    def _tokens(self, chunk: int) -> np.ndarray:
+        return np.zeros(chunk + self._num_drafts, np.int32)
+
+    def no_media(self, chunk: int, media: bool) -> tuple[MediaRows, ...]:
+        """The last argument of a prefill of this chunk: no placeholders; or nothing, for the program without media."""
+        if not media:
+            return ()
+        places = chunk + self._num_drafts
+        embeds = np.zeros((places, self.config.hidden_size), self.dtype)
+        return (MediaRows(embeds, np.zeros(places, bool)),)  # pyright: ignore[reportArgumentType]
 
     def empty_admission(self) -> Admission:
         """An admission of neutral, greedy values and no pages, for the caller to `_replace`."""
@@ -290,7 +350,7 @@ class Programs:
             key=np.zeros(2, np.uint32),
             stop_ids=np.full(shapes.num_stops, -1, np.int32),
             min_tokens=none,
-            bias_ids=np.full(shapes.max_bias, self.config.vocab_size, np.int32),
+            bias_ids=np.full(shapes.max_bias, self.config.kept_vocab_size, np.int32),
             bias_values=np.zeros(shapes.max_bias, np.float32),
             full_pages=np.full(cache.max_pages, cache.num_full_pages, np.int32),
             window_pages=np.full(cache.ring, cache.num_window_pages, np.int32),
@@ -305,24 +365,59 @@ class Programs:
         """Takes a slot back: neutral, greedy and without pages, so nothing more is written to the ones it had."""
         self.admit(slot, self.empty_admission())
 
-    def prefill(self, slot: int, tokens: np.ndarray, length: int, is_last: bool) -> tuple[int, TopLogprobs] | None:
-        """Runs `length` of the padded `tokens` [chunk]; after the last chunk, the sampled token and its logprobs."""
-        program = self._compiled[f"prefill {len(tokens)}"]
-        self.cache, self.state, token, logprobs = program(
-            self._leaves, self.cache, self.state, np.int32(slot), tokens, np.int32(length), np.bool_(is_last)
+    def prefill(
+        self, slot: int, tokens: np.ndarray, length: int, is_last: bool, media: MediaRows | None = None
+    ) -> tuple[int, TopLogprobs] | None:
+        """Runs `length` of a chunk's tokens; after the last chunk, the sampled token and its logprobs.
+
+        Args:
+            tokens: [chunk + drafts], the chunk and as many tokens more as the drafting depths look ahead, zeros where
+                there are none. media: tower outputs for the placeholders among these, in host memory.
+        """
+        chunk = len(tokens) - self._num_drafts
+        self.cache, self.state, token, logprobs = self._compiled[self._name("prefill", chunk, media is not None)](
+            self._leaves,
+            self.cache,
+            self.state,
+            np.int32(slot),
+            tokens,
+            np.int32(length),
+            np.bool_(is_last),
+            *(() if media is None else (media,)),
         )
         return (int(token), jax.device_get(logprobs)) if is_last else None
 
-    def prefill_scored(self, slot: int, tokens: np.ndarray, length: int, targets: np.ndarray) -> TopLogprobs:
+    def prefill_scored(
+        self, slot: int, tokens: np.ndarray, length: int, targets: np.ndarray, media: MediaRows | None = None
+    ) -> TopLogprobs:
         """As `prefill`, for SCORED_CHUNK tokens, and the log-probabilities of `targets` on the host."""
-        self.cache, self.state, logprobs = self._compiled["prefill scored"](
-            self._leaves, self.cache, self.state, np.int32(slot), tokens, np.int32(length), targets
+        self.cache, self.state, logprobs = self._compiled[self._name("scored", SCORED_CHUNK, media is not None)](
+            self._leaves,
+            self.cache,
+            self.state,
+            np.int32(slot),
+            tokens,
+            np.int32(length),
+            targets,
+            *(() if media is None else (media,)),
         )
         return jax.device_get(logprobs)
 
     def decode(self, num_steps: int, want_logprobs: bool) -> Sampled:
-        """Up to `num_steps` tokens for every active slot, on the host, [steps, slots]."""
+        """Up to `num_steps` steps for every active slot."""
         self.cache, self.state, out = self._compiled["decode"](
             self._leaves, self.cache, self.state, np.int32(num_steps), np.bool_(want_logprobs)
         )
-        return jax.device_get(out)
+        out: Verified = jax.device_get(out)  # [steps, places, slots] each
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
+        return Sampled(flat.tokens, flat.valid, flat.logprobs, np.sum(out.valid, axis=1))
+
+    def embed_media(self, kind: str, rows: np.ndarray) -> np.ndarray:
+        """Tower outputs [n, hidden_size] of n rows, on the host."""
+        return in_batches(rows, lambda part: self._compiled[f"{kind} {len(part)}"](self._leaves, part))
+
+    def warm_up_towers(self) -> None:
+        """Runs each tower's programs once."""
+        for kind, shape in self._towers.items():
+            for rows in BATCHES:
+                self.embed_media(kind, np.zeros((rows, *shape), np.float32 if kind == "image" else np.uint8))

@@ -114,6 +114,22 @@ class TokenLogprob:
 
 
 @dataclasses.dataclass(frozen=True)
+class Speculation:
+    """How a request's drafts fared so far; all zero without speculation.
+
+    Attributes:
+        num_steps: decode steps; each gives one token and the accepted drafts.
+        num_draft_tokens, num_accepted_tokens: drafts checked, and those that became output.
+        accepted_by_depth: of the first draft of a step, the second and so on, how many were accepted.
+    """
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Output:
     """News of one request: the tokens since the last `Output`.
 
@@ -125,6 +141,7 @@ class Output:
         matched_token_id: the end or stop token, with "stop".
         error: a sentence, with "error".
         num_prompt_tokens, num_output_tokens, num_cached_tokens: totals so far.
+        speculation: likewise, of drafts.
     """
 
     request_id: str
@@ -137,6 +154,7 @@ class Output:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    speculation: Speculation = Speculation()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +168,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     matched_token_id: int | None = None
     error: str | None = None
+    speculation: Speculation = Speculation()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,3 +182,5 @@ class EngineStats:
     kv_pages_total: int
     prompt_tokens_total: int
     generation_tokens_total: int
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0

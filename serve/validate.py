@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Container, Mapping
+
+import numpy as np
 
 from serve.request import MAX_LOGPROBS, MAX_STOP_TOKENS, InvalidRequest, Request, SamplingParams
 
@@ -10,8 +14,57 @@ MAX_LOGIT_BIAS = 512  # entries
 FLOAT32_MAX = 3.4028235e38
 
 
-def check_request(request: Request, max_model_len: int, vocab_size: int, num_eos: int) -> int:
+@dataclasses.dataclass(frozen=True)
+class Placeholder:
+    """What stands for one row of a picture or clip, and what such a row looks like."""
+
+    token_id: int
+    row: tuple[int, ...]  # shape
+    bins: int | None = None  # values of audio rows are 0 .. bins - 1
+
+
+def check_media(request: Request, placeholders: Mapping[str, Placeholder]) -> None:
+    """Every placeholder belongs to exactly one row of a picture or clip, and rows are what the towers read.
+
+    Raises:
+        InvalidRequest: the first thing wrong, and what to change.
+    """
+    prompt, end = np.asarray(request.prompt_token_ids), 0
+    for i, item in enumerate(request.media):
+        what = f"medium {i} ({item.kind})"
+        place = placeholders.get(item.kind)
+        if place is None:
+            raise InvalidRequest(f"{what}: this model reads no {item.kind}; leave it out")
+        if item.rows.shape[1:] != place.row or not len(item.rows):
+            raise InvalidRequest(f"{what}: rows must be [1 or more, {', '.join(map(str, place.row))}], not of shape "
+                                 f"{list(item.rows.shape)}")  # fmt: skip
+        if item.rows.dtype != (np.float32 if place.bins is None else np.uint8):
+            raise InvalidRequest(f"{what}: rows must be {'float32' if place.bins is None else 'uint8'}")
+        if place.bins is not None and item.rows.max() >= place.bins:
+            raise InvalidRequest(f"{what}: bins must be 0..{place.bins - 1}, not {item.rows.max()}")
+        if place.bins is None and not np.isfinite(item.rows).all():
+            raise InvalidRequest(f"{what}: rows must be finite numbers")
+        if item.offset < end:
+            raise InvalidRequest(f"{what} begins at token {item.offset}, before the medium ahead of it ends")
+        end = item.offset + len(item.rows)
+        if end > len(prompt) or (prompt[item.offset : end] != place.token_id).any():
+            raise InvalidRequest(
+                f"{what} has {len(item.rows)} rows, but prompt tokens {item.offset}..{end - 1} are not as many "
+                f"placeholders ({place.token_id})"
+            )
+    for kind, place in placeholders.items():
+        count = int((prompt == place.token_id).sum())
+        rows = sum(len(item.rows) for item in request.media if item.kind == kind)
+        if count != rows:
+            raise InvalidRequest(f"the prompt has {count} {kind} placeholders ({place.token_id}) for {rows} rows")
+
+
+def check_request(
+    request: Request, max_model_len: int, vocab_size: int, num_eos: int, placeholder_ids: Container[int] = ()
+) -> int:
     """How many tokens the request may generate within the context.
+
+    `placeholder_ids` may stand in a prompt too, wherever they are in the vocabulary.
 
     Raises:
         InvalidRequest: the first thing wrong with it, and what to change.
@@ -23,7 +76,7 @@ def check_request(request: Request, max_model_len: int, vocab_size: int, num_eos
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens; prompt and output together may have {max_model_len}. Shorten it"
         )
-    bad = next((i for i in prompt if not 0 <= i < vocab_size), None)
+    bad = next((i for i in prompt if not 0 <= i < vocab_size and i not in placeholder_ids), None)
     if bad is not None:
         raise InvalidRequest(f"prompt token ids must be 0..{vocab_size - 1}, not {bad}")
     check_sampling(sampling, vocab_size, num_eos)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from modeling.config_reader import MAX_LAYERS, ConfigReader
 from modeling.errors import CheckpointError
@@ -63,13 +63,20 @@ class FlintConfig:
         if problems:
             raise CheckpointError("config.json does not describe a Flint model:\n  " + "\n  ".join(problems))
 
-    conv_kernel_size: ClassVar[int] = 1  # no short convolutions
-    draft_cache_layers: ClassVar[tuple[LayerShape, ...]] = ()  # nor drafting depths
-
     @property
     def kept_vocab_size(self) -> int:
         """Columns of the logits: the vocabulary has no padding."""
         return self.vocab_size
+
+    @property
+    def conv_kernel_size(self) -> int:
+        """1: no short convolutions."""
+        return 1
+
+    @property
+    def draft_cache_layers(self) -> tuple[LayerShape, ...]:
+        """No drafting depths."""
+        return ()
 
     @property
     def cache_layers(self) -> tuple[LayerShape, ...]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from modeling.architecture import Model
 from modeling.inkling.model import Inkling
 
 # Rows (patches or frames) that a tower takes at once: the last batch of an item takes the smallest that holds it.
@@ -17,12 +18,22 @@ BATCHES = (32, 512)
 RunTower = Callable[[np.ndarray], jax.Array]
 
 
-def tower_output(model: Inkling, kind: str, rows: jax.Array) -> jax.Array:
+def tower_rows(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shape of one row of each tower that the model has."""
+    rows = {}
+    if isinstance(model, Inkling) and model.vision is not None:
+        rows["image"] = model.vision.row
+    if isinstance(model, Inkling) and model.audio is not None:
+        rows["audio"] = model.audio.row
+    return rows
+
+
+def tower_output(model: Model, kind: str, rows: jax.Array) -> jax.Array:
     """rows of pictures [n, time, height, width, channels] float32, or of sound [n, mel_bins] -> [n, hidden_size]."""
     if kind == "image":
-        assert model.vision is not None
+        assert isinstance(model, Inkling) and model.vision is not None
         return model.vision(rows.astype(model.dtype))
-    assert model.audio is not None
+    assert isinstance(model, Inkling) and model.audio is not None
     return model.audio(rows, model.dtype)
 
 
@@ -40,7 +51,7 @@ def in_batches(rows: np.ndarray, run: RunTower) -> np.ndarray:
     return np.concatenate(outs)
 
 
-def embed_media(model: Inkling, kind: str, rows: np.ndarray) -> np.ndarray:
+def embed_media(model: Model, kind: str, rows: np.ndarray) -> np.ndarray:
     """As `in_batches`, compiling what is needed."""
     return in_batches(rows, lambda part: _jitted_tower(model, kind, jnp.asarray(part)))
 

@@ -36,10 +36,14 @@ class VisionTower(nnx.Module):
 
     Args:
         linears: (out, in) features of each linear layer; the checkpoint decides, see `folds_of`.
+
+    Attributes:
+        row: the shape of one patch.
     """
 
     def __init__(self, config: VisionConfig, linears: tuple[tuple[int, int], ...], eps: float):
         self.folds = folds_of(config, linears)
+        self.row = (config.temporal_patch_size, config.patch_size, config.patch_size, config.num_channels)
         self.linears = nnx.List(Linear(out, width, "bf16") for out, width in linears)
         self.norms = nnx.List(TowerNorm(out, eps) for out, _ in linears[:-1])
         self.final_norm = TowerNorm(linears[-1][0], eps)
@@ -93,12 +97,13 @@ def fold(x: jax.Array, time: int, space: int) -> jax.Array:
 
 
 class AudioTower(nnx.Module):
-    """The sum of one embedding a mel band, chosen by the band's bin, normalised."""
+    """The sum of one embedding a mel band, chosen by the band's bin, normalised. `row` is the shape of one frame."""
 
     def __init__(self, config: AudioConfig, hidden_size: int, eps: float):
         self.encoder = Embedding(config.num_mel_bins * config.mel_vocab_size, hidden_size)
         self.final_norm = TowerNorm(hidden_size, eps)
         self.mel_vocab_size = config.mel_vocab_size
+        self.row = (config.num_mel_bins,)
 
     def __call__(self, bins: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """bins [rows, mel_bins] of 0 .. mel_vocab_size - 1 -> [rows, hidden_size] in `dtype`."""

@@ -129,7 +129,7 @@ def dense_attention(
     Returns:
         [batch, tokens, num_heads, head_dim] in q's dtype.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     mask = visible(positions, positions, window)
     bias = None if rel is None else relative_bias(rel, positions, positions)
     part = partial_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, scale, bias)
@@ -165,7 +165,7 @@ def paged_attention(
     batch, tokens, heads, head_dim = q.shape
     num_pages, kv_heads = cache.k.shape[:2]
     entries = table.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = float(head_dim**-0.5) if scale is None else scale
     first = jnp.zeros(batch, jnp.int32)
     if window is not None:
         first = jnp.maximum(positions[:, 0] - (window - 1), 0) // PAGE_SIZE
