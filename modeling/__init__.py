@@ -1,4 +1,4 @@
-"""What the models compute (Flint so far), and loading them."""
+"""What the models compute, Flint and Inkling, and loading them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from modeling.flint.model import Flint
+    from modeling.architecture import Model
 
 
 def load(
@@ -23,7 +23,7 @@ def load(
     router_dtype: str | None = None,
     progress: bool = True,
     config: str | Path | None = None,
-) -> Flint:
+) -> Model:
     """Loads a checkpoint into a model, ready to run.
 
     Everything the files' headers can tell is checked first, and all faults are reported in one message before any
@@ -37,9 +37,9 @@ def load(
         dtype: compute dtype, float32 or bfloat16; None takes the config's, else bfloat16. Parameters keep their
             on-disk precision, but for float32 matrices, which are rounded for bfloat16 compute.
         mesh: devices to spread the model over by `sharding.rules`; None uses the default device.
-        text_only: leave vision and audio towers out of models that have them; Flint has none.
+        text_only: leave out vision and audio towers; Flint has none.
         router_dtype: "float32" or "bfloat16" (see `modeling.layers.moe.SparseMLP`); None takes the routers' dtype on
-            disk. "bfloat16" rounds float32 routers, with a warning.
+            disk. "bfloat16" rounds float32 routers, with a warning; Inkling's routers compute in float32 only.
         progress: show a bar on stderr.
         config: folder, `config.json` or repository id to read the config from; a GGUF file alone needs it.
 

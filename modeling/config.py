@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modeling.errors import CheckpointError
-from modeling.flint.config import FlintConfig
 
-# The one place that knows every architecture: model_type -> its config class.
-CONFIGS = {"flint": FlintConfig}
+if TYPE_CHECKING:
+    from modeling.architecture import Config
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -32,16 +31,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load_config(folder: Path) -> FlintConfig:
+def load_config(folder: Path) -> Config:
     """Reads `folder/config.json`.
 
     Raises:
         CheckpointError: no such file, an unknown `model_type`, or a config that contradicts itself.
     """
+    from modeling.architecture import ARCHITECTURES  # brings in JAX, which reading JSON alone does not need
+
     raw = read_json(Path(folder) / "config.json")
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIGS:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise CheckpointError(
-            f"{folder}/config.json has model_type {model_type!r}; this engine runs {', '.join(sorted(CONFIGS))}"
+            f"{folder}/config.json has model_type {model_type!r}; this engine runs {', '.join(sorted(ARCHITECTURES))}"
         )
-    return CONFIGS[model_type].from_json(raw)
+    return ARCHITECTURES[model_type].config.from_json(raw)

@@ -6,11 +6,16 @@ A leaf is named by its path in the module tree, for example `layers.3.mlp.expert
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Mapping
+from typing import Any
 
 from modeling.flint.config import FlintConfig
-from modeling.loading.tensors import Piece
+from modeling.loading.tensors import OnDisk, Piece, TensorInfo
 from sharding.rules import Dimension
+
+TOWERS: tuple[str, ...] = ()
+EXTRA_FILES: tuple[str, ...] = ()
+OTHER_LAYOUTS: dict[str, str] = {}
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_proj|up_proj|down_proj)\.weight")
 
@@ -49,29 +54,49 @@ def is_matrix(leaf: str) -> bool:
     return not (is_router(leaf) or leaf.endswith((".sinks", ".global_scale")) or "norm." in leaf)
 
 
-def safetensors_pieces(leaf: str, shape: tuple[int, ...], present: Container[str]) -> list[Piece]:
-    """The tensors a leaf is made of in a safetensors checkpoint.
+def options(config: FlintConfig, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """How the model of this checkpoint is made, see `modeling.flint.model.Flint`."""
+    del config
+    packed = any(name.startswith("blk.") for name in tensors)  # a GGUF file
+    suffix = ".ffn_gate_inp.weight" if packed else ".mlp.gate.weight"
+    routers = {info.dtype for name, info in tensors.items() if name.endswith(suffix)}
+    return {
+        "weight_format": "nvfp4" if packed else "bf16",
+        "router_dtype": "bfloat16" if routers == {"BF16"} else "float32",
+    }
+
+
+def notices(config: FlintConfig, options: Mapping[str, Any], text_only: bool) -> list[str]:
+    """What a checkpoint lacks that the config describes: nothing that Flint could do without."""
+    del config, options, text_only
+    return []
+
+
+def on_disk(leaf: str, shape: tuple[int, ...], tensors: Mapping[str, TensorInfo]) -> OnDisk:
+    """What a leaf is made of in a safetensors checkpoint.
 
     Args:
         leaf: the leaf's name. shape: its shape.
-        present: names in the checkpoint, to choose between spellings: `softmax_offset` (released) or `sinks`, and one
+        tensors: those of the checkpoint, to choose between spellings: `softmax_offset` (released) or `sinks`, and one
             tensor an expert (released) or fused experts, whose `gate_up_proj` stacks gate above up.
     """
     disk = leaf if leaf.startswith("lm_head.") else "model." + leaf
     if match := _EXPERTS.fullmatch(disk):
-        return _expert_pieces(match[1], match[2], shape, present)
+        return OnDisk(tuple(_expert_pieces(match[1], match[2], shape, tensors)))
     if is_router(leaf):
         disk += ".weight"
-    elif leaf.endswith(".sinks") and disk not in present:
+    elif leaf.endswith(".sinks") and disk not in tensors:
         disk = disk.removesuffix("sinks") + "softmax_offset"
-    return [Piece(disk, shape)]
+    return OnDisk((Piece(disk, shape),))
 
 
-def _expert_pieces(stack: str, projection: str, shape: tuple[int, ...], present: Container[str]) -> list[Piece]:
+def _expert_pieces(
+    stack: str, projection: str, shape: tuple[int, ...], tensors: Mapping[str, TensorInfo]
+) -> list[Piece]:
     experts, rows, columns = shape
     size = rows * columns
     fused = f"{stack}.down_proj" if projection == "down_proj" else f"{stack}.gate_up_proj"
-    if fused not in present:
+    if fused not in tensors:
         return [Piece(f"{stack}.{e}.{projection}.weight", (rows, columns), target=e * size) for e in range(experts)]
     if projection == "down_proj":
         return [Piece(fused, shape)]
@@ -98,9 +123,16 @@ def gguf_name(leaf: str) -> tuple[str, str]:
     return f"{base}.{'scale' if part == 'global_scale' else 'weight'}", part
 
 
-def refusal(tensor: str) -> str | None:
-    """Why a tensor of a GGUF file that is in no table is refused, where there is more to say than that."""
-    if "gate_up" in tensor:
+def is_ignored(tensor: str, text_only: bool) -> bool:
+    """Whether a tensor that is not read may be there all the same."""
+    del tensor, text_only
+    return False
+
+
+def refusal(tensor: str, config: FlintConfig) -> str | None:
+    """Why a tensor that is in no table is refused, where there is more to say than that."""
+    del config
+    if "ffn_gate_up" in tensor:
         return "gate and up are fused in one tensor; only the released form, one tensor each, is supported"
     return None
 

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from modeling.architecture import Model, architecture_of
 from modeling.errors import CheckpointError
-from modeling.flint import names as flint_names
-from modeling.flint.model import Flint
 from modeling.loading import orbax
 from modeling.loading.faults import Faults
 from modeling.loading.plan import Plan, make_plan
@@ -38,21 +37,20 @@ def load(
     router_dtype: str | None = None,
     progress: bool = True,
     config: str | Path | None = None,
-) -> Flint:
+) -> Model:
     """See `modeling.load`."""
-    del text_only  # Flint has no towers to leave out
     checkpoint = find(path, config)
     compute = compute_dtype(dtype, checkpoint)
     if router_dtype not in (None, "float32", "bfloat16"):
         raise CheckpointError(f"router_dtype must be float32, bfloat16 or None, not {router_dtype!r}")
     if checkpoint.kind == "orbax":
-        abstract = orbax.abstract_model(checkpoint, compute, router_dtype)
+        abstract = orbax.abstract_model(checkpoint, compute, router_dtype, text_only)
         return orbax.restore(checkpoint.path, abstract, shardings(abstract, mesh))
-    plan = make_plan(checkpoint, compute, router_dtype)
+    plan = make_plan(checkpoint, compute, router_dtype, text_only)
     return fill(plan, checkpoint.path, shardings(plan.model, mesh), progress)
 
 
-def shardings(model: Flint, mesh: Mesh | None) -> dict[str, NamedSharding] | None:
+def shardings(model: Model, mesh: Mesh | None) -> dict[str, NamedSharding] | None:
     """Where each leaf of a model goes on a mesh, by leaf name; None without a mesh.
 
     Raises:
@@ -60,10 +58,10 @@ def shardings(model: Flint, mesh: Mesh | None) -> dict[str, NamedSharding] | Non
     """
     if mesh is None:
         return None
-    rules = PRESETS["tp"]
-    check_dimensions(mesh, rules, flint_names.dimensions(model.config))
+    rules, names = PRESETS["tp"], architecture_of(model.config).names
+    check_dimensions(mesh, rules, names.dimensions(model.config))
     leaves = zip(parameter_names(model), jax.tree.leaves(model), strict=True)
-    arrays = {name: (flint_names.logical_axes(name, leaf.ndim), leaf.shape) for name, leaf in leaves}
+    arrays = {name: (names.logical_axes(name, leaf.ndim), leaf.shape) for name, leaf in leaves}
     return mesh_shardings(mesh, rules, arrays)
 
 
@@ -85,7 +83,7 @@ def compute_dtype(dtype: Any, checkpoint: Checkpoint) -> jnp.dtype:
     return found
 
 
-def fill(plan: Plan, path: Path, shardings: dict[str, NamedSharding] | None = None, progress: bool = True) -> Flint:
+def fill(plan: Plan, path: Path, shardings: dict[str, NamedSharding] | None = None, progress: bool = True) -> Model:
     """Reads what a plan names.
 
     Args:
@@ -112,7 +110,7 @@ def fill(plan: Plan, path: Path, shardings: dict[str, NamedSharding] | None = No
                     leaves[name] = place(array, shardings[name] if shardings else None)
                 del array
     faults = Faults(path)
-    faults.add_names("scale byte 0xFF, which is no E4M3 number", reader.unusable)
+    faults.add_names("block scale that is no E4M3 number (0xFF, or 0x7F outside GGUF)", reader.unusable)
     faults.raise_any("no model was made")
     if reader.rounded:
         log.warning("rounding from float32 to bfloat16 lost bits of %s", ", ".join(reader.rounded))

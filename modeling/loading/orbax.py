@@ -19,19 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from modeling.architecture import Model, architecture_of
 from modeling.config import read_json
 from modeling.errors import CheckpointError
-from modeling.flint import names as flint_names
-from modeling.flint.model import Flint
 from modeling.loading import gguf
 from modeling.loading.faults import Faults
-from modeling.loading.plan import Plan, leaf_dtype
+from modeling.loading.plan import Plan, leaf_dtype, make_abstract
 from modeling.loading.source import MANIFEST, SIDE_FILES, Checkpoint
 from modeling.parameters import parameter_names
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of the manifest and of the meaning of the leaves; raised when either changes
+FORMAT = 2  # of the manifest and of the meaning of the leaves; raised when either changes
 _STATE = "state"
 
 
@@ -40,15 +39,13 @@ class Manifest:
     """What `firesteel.json` says.
 
     Attributes:
-        weight_format: "bf16" or "nvfp4", as `modeling.flint.model.Flint` takes it.
-        router_dtype: the routers' dtype on disk.
+        options: what the model is made with beside config and dtype.
         leaves: dtype name and shape of each leaf.
         source: `fingerprint` of what was converted, and its weight files' sizes in bytes.
     """
 
     format: int
-    weight_format: str
-    router_dtype: str
+    options: dict[str, Any]
     leaves: dict[str, tuple[str, tuple[int, ...]]]
     source: dict[str, Any]
 
@@ -56,22 +53,28 @@ class Manifest:
     def read(cls, folder: Path) -> Self:
         """Raises: CheckpointError: not a manifest of this format."""
         raw = read_json(folder / MANIFEST)
+        if raw.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{folder / MANIFEST} is of format {raw.get('format')!r}; this version reads format {FORMAT}: convert "
+                "the checkpoint again"
+            )
         try:
             raw["leaves"] = {
                 name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in raw["leaves"].items()
             }
+            raw["options"] = {name: _tuples(value) for name, value in raw["options"].items()}
             manifest = cls(**raw)
         except (TypeError, ValueError, KeyError, AttributeError):
             raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a converted checkpoint") from None
-        if manifest.format != FORMAT or manifest.weight_format not in ("bf16", "nvfp4"):
-            raise CheckpointError(
-                f"{folder / MANIFEST} is of format {manifest.format!r} with {manifest.weight_format!r} weights; this "
-                f"version reads format {FORMAT}: convert the checkpoint again"
-            )
         return manifest
 
 
-def save(model: Flint, plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
+def _tuples(value: Any) -> Any:
+    """A JSON value with its lists as tuples, as models hold them."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def save(model: Model, plan: Plan, checkpoint: Checkpoint, folder: Path) -> None:
     """Writes a loaded checkpoint as a converted one.
 
     Args:
@@ -86,15 +89,15 @@ def save(model: Flint, plan: Plan, checkpoint: Checkpoint, folder: Path) -> None
         checkpointer.save(folder.resolve() / _STATE, leaves)
     for pattern in SIDE_FILES:
         for file in sorted(checkpoint.config_folder.glob(pattern)):
-            shutil.copyfile(file, folder / file.name)
+            target = folder / file.relative_to(checkpoint.config_folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
     if checkpoint.kind == "gguf" and not [file for name in ("tokenizer.json", "*.model") for file in folder.glob(name)]:
         # The tokenizer may be inside the GGUF file: keep its metadata, which a server reads it from.
         (folder / "metadata.gguf").write_bytes(gguf.metadata_only(checkpoint.files[0]))
-    routers = [str(leaf.dtype) for name, leaf in leaves.items() if flint_names.is_router(name)]
     manifest = Manifest(
         format=FORMAT,
-        weight_format=model.weight_format,
-        router_dtype="bfloat16" if set(routers) == {"bfloat16"} else "float32",
+        options=plan.options,
         leaves={name: (str(leaf.dtype), leaf.shape) for name, leaf in leaves.items()},
         source=_fingerprint(plan),
     )
@@ -111,25 +114,28 @@ def _fingerprint(plan: Plan) -> dict[str, Any]:
     return {"fingerprint": f"sha256:{digest.hexdigest()}", "files": files}
 
 
-def abstract_model(checkpoint: Checkpoint, dtype: jnp.dtype, router_dtype: str | None) -> Flint:
+def abstract_model(
+    checkpoint: Checkpoint, dtype: jnp.dtype, router_dtype: str | None, text_only: bool = False
+) -> Model:
     """The model a converted checkpoint restores to, its leaves `jax.ShapeDtypeStruct`.
 
     Raises:
         CheckpointError: the manifest is unusable, or its leaves are not the config's.
     """
-    folder = checkpoint.path
+    folder, names = checkpoint.path, architecture_of(checkpoint.config).names
     manifest = Manifest.read(folder)
-    abstract = Flint.abstract(
-        checkpoint.config,
-        dtype=dtype,
-        weight_format=manifest.weight_format,
-        router_dtype=router_dtype or manifest.router_dtype,
-    )
+    try:
+        abstract = make_abstract(checkpoint.config, dtype, manifest.options, router_dtype, text_only)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} does not fit the model of config.json: {error}") from None
     structs, treedef = jax.tree.flatten(abstract)
     expected = dict(zip(parameter_names(abstract), structs, strict=True))
+    unexpected = manifest.leaves.keys() - expected.keys()
+    if text_only:
+        unexpected = {name for name in unexpected if name.split(".")[0] not in names.TOWERS}
     faults = Faults(folder)
     faults.add_names("missing leaf", expected.keys() - manifest.leaves.keys())
-    faults.add_names("unexpected leaf", manifest.leaves.keys() - expected.keys())
+    faults.add_names("unexpected leaf", unexpected)
     for name in sorted(expected.keys() & manifest.leaves.keys()):
         disk, shape = manifest.leaves[name]
         if shape != expected[name].shape:
@@ -142,16 +148,18 @@ def abstract_model(checkpoint: Checkpoint, dtype: jnp.dtype, router_dtype: str |
     kinds = {
         name: struct.dtype
         if struct.dtype == jnp.uint8
-        else leaf_dtype(name, manifest.leaves[name][0] == "float32", dtype, router_dtype)
+        else leaf_dtype(names, name, manifest.leaves[name][0] == "float32", dtype, router_dtype)
         for name, struct in expected.items()
     }
-    if any(flint_names.is_router(name) and str(kinds[name]) != manifest.leaves[name][0] for name in kinds):
+    if any(names.is_router(name) and str(kinds[name]) != manifest.leaves[name][0] for name in kinds):
         log.warning("%s: the routers are rounded from float32 to bfloat16", folder)
+    for notice in names.notices(checkpoint.config, manifest.options, text_only):
+        log.warning("%s: %s", folder, notice)
     filled = [jax.ShapeDtypeStruct(struct.shape, kinds[name]) for name, struct in expected.items()]
     return jax.tree.unflatten(treedef, filled)
 
 
-def restore(folder: Path, abstract: Flint, shardings: dict[str, NamedSharding] | None) -> Flint:
+def restore(folder: Path, abstract: Model, shardings: dict[str, NamedSharding] | None) -> Model:
     """Reads the leaves straight to their devices, each reading only its shards, whatever mesh they were saved from.
 
     Args:
@@ -170,8 +178,13 @@ def restore(folder: Path, abstract: Flint, shardings: dict[str, NamedSharding] |
         for name, struct in zip(names, structs, strict=True)
     }
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            leaves = checkpointer.restore(folder.resolve() / _STATE, target)
+        arguments = ocp.args.PyTreeRestore(
+            item=target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,  # towers may be left where they are
+        )
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            leaves = checkpointer.restore(folder.resolve() / _STATE, args=arguments)
     except Exception as error:  # tensorstore and Orbax raise many kinds for files that are absent or damaged
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{folder / _STATE} cannot be restored, it may be damaged: {reason}") from error

@@ -25,12 +25,15 @@ _BYTES = dict(
 )  # fmt: skip
 
 
-def read_headers(path: Path, files: Sequence[Path], faults: Faults) -> tuple[dict[str, TensorInfo], bool]:
+def read_headers(
+    path: Path, files: Sequence[Path], extra: Sequence[str], faults: Faults
+) -> tuple[dict[str, TensorInfo], bool]:
     """The tensors of one checkpoint.
 
     Args:
         path: the checkpoint folder or file, to look for an index in.
         files: the safetensors files when there is no index.
+        extra: names of files that are read too where they are in the folder, whatever an index says of them.
         faults: receives absent shards, damaged headers, truncated files, and tensors that are in two files or not
             where the index says.
 
@@ -39,7 +42,8 @@ def read_headers(path: Path, files: Sequence[Path], faults: Faults) -> tuple[dic
     """
     index = _read_index(path / INDEX, faults) if path.is_dir() and (path / INDEX).exists() else None
     if index is not None:
-        files = [path / name for name in sorted(set(index.values()))]
+        beside = {name for name in extra if (path / name).is_file()}
+        files = [path / name for name in sorted(set(index.values()) | beside)]
     tensors: dict[str, TensorInfo] = {}
     absent = [file.name for file in files if not file.is_file()]
     if absent:
@@ -58,7 +62,7 @@ def read_headers(path: Path, files: Sequence[Path], faults: Faults) -> tuple[dic
             if info.name in tensors:
                 faults.add(f"tensor {info.name} is in both {tensors[info.name].path.name} and {file.name}")
             tensors[info.name] = info
-            if index is not None and info.name not in index:
+            if index is not None and info.name not in index and file.name not in extra:
                 faults.add(f"tensor {info.name} is in {file.name} but not in {INDEX}")
         damage = truncation(file, infos)
         if damage:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from modeling.config import load_config, read_json
 from modeling.errors import CheckpointError
-from modeling.flint.config import FlintConfig
 from modeling.loading.safetensors import INDEX
 
+if TYPE_CHECKING:
+    from modeling.architecture import Config
+
 MANIFEST = "firesteel.json"  # marks a converted checkpoint
+QUANTIZATION = "hf_quant_config.json"
 # Everything of a checkpoint that is not weights: small, and all that a server without a model needs.
 SIDE_FILES = (
     "config.json",
@@ -20,10 +23,13 @@ SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "processor_config.json",
+    "preprocessor_config.json",
     "chat_template.jinja",
     "*.model",
+    "tiktoken/*.model",
 )
-_WEIGHT_FILES = ("*.safetensors", INDEX, "*.gguf")
+_WEIGHT_FILES = ("*.safetensors", INDEX, "*.gguf", QUANTIZATION)
 _REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
@@ -41,7 +47,7 @@ class Checkpoint:
     path: Path
     kind: Literal["safetensors", "gguf", "orbax"]
     files: tuple[Path, ...]
-    config: FlintConfig
+    config: Config
     raw_config: dict[str, Any]
     config_folder: Path
 

@@ -17,8 +17,14 @@ import numpy as np
 
 from modeling.errors import CheckpointError
 
-# Element types that leaves are read from; everything else is refused by name.
-NUMPY_DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# Element types that leaves are read from; everything else is refused by name. Packed codes and block scales stay bytes.
+NUMPY_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(np.uint8),
+}
+PLAIN = ("BF16", "F32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +68,23 @@ class Piece:
     def __post_init__(self):
         if self.size < 0:
             object.__setattr__(self, "size", math.prod(self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDisk:
+    """What a leaf is made of in a safetensors checkpoint.
+
+    Attributes:
+        pieces: fill all of the leaf.
+        types: element types that they may have.
+        row: 0 or 1 where the leaf is every other row of its one tensor, from this row on, and another leaf the rest.
+        reciprocal: the leaf is one over what is on disk.
+    """
+
+    pieces: tuple[Piece, ...]
+    types: tuple[str, ...] = PLAIN
+    row: int | None = None
+    reciprocal: bool = False
 
 
 class Files:

@@ -131,7 +131,8 @@ def test_ck07_fused_gate_and_up_are_refused_by_name(tmp_path, tensors):
     tensors["blk.2.ffn_gate_up_exps.weight"] = GgufTensor(GGUF_NVFP4, (experts, 2 * width, hidden), data)
     tensors["blk.2.ffn_gate_up_exps.scale"] = scale
     message = refusal(write_gguf_folder(tmp_path, CONFIG, tensors))
-    assert re.search(r"unexpected tensor: blk\.2\.ffn_gate_up_exps\.weight: gate and up are fused", message)
+    fused = ", ".join(f"blk.2.ffn_gate_up_exps.{part}" for part in ("scale", "weight"))
+    assert f"unexpected tensor: {fused}: gate and up are fused" in message
     assert "missing tensor: blk.2.ffn_gate_exps.weight" in message
 
 
