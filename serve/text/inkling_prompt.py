@@ -96,8 +96,8 @@ def effort_text(effort: str | float | None) -> str:
         raise InvalidRequest(
             f"reasoning_effort {effort!r} is unknown: use {names}, or a number from 0 to {_MOST_EFFORT}"
         )
-    # As the model's renderer: to thousandths, then to hundredths, a half to the even one.
-    hundredths = round(round(value * 1000) / 10)
+    # As the model's renderer: to thousandths, and these, in double precision, to hundredths, a half to the even one.
+    hundredths = round(round(value * 1000) / 1000 * 100)
     return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")
 
 

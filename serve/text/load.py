@@ -82,9 +82,13 @@ def _load(file: Path) -> Tokenizer:
 
         return huggingface.load(file)
     if file.suffix == ".model":
-        from serve.text import spm, tiktoken_bpe
+        from serve.text import tiktoken_bpe
 
-        return tiktoken_bpe.load(file) if tiktoken_bpe.is_tiktoken(file) else spm.load(file)
+        if tiktoken_bpe.is_tiktoken(file):
+            return tiktoken_bpe.load(file)
+        from serve.text import spm
+
+        return spm.load(file)
     from serve.text import gguf_metadata
 
     return gguf_metadata.load(file)
