@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from serve.media.format import MediaFormat
 from serve.request import EngineStats, Output, Request
 
 
@@ -58,3 +59,5 @@ class Assembled(Protocol):
     def model_dir(self) -> Path: ...
     @property
     def tokenizer_dir(self) -> Path: ...  # the folder of the tokenizer's files
+    @property
+    def media_format(self) -> MediaFormat | None: ...  # what the model reads beside text; None for text only

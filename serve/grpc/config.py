@@ -17,7 +17,7 @@ import yaml
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
-    """Serves a model over gRPC (vllm.grpc.engine.VllmEngine). Stops at SIGTERM, after the running requests."""
+    """Serves a model over gRPC, for the smg gateway and its like. Stops at SIGTERM, after the running requests."""
 
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -33,6 +33,10 @@ class ServeConfig:
     """Address to listen on. There is no authentication: open it to others only behind a gateway."""
     port: int = 50051
     """TCP port; 0 takes a free one and the ready line names it."""
+    services: tuple[Literal["vllm", "tokenspeed"], ...] | None = None
+    """Protocols to speak: vllm.grpc.engine.VllmEngine, tokenspeed.grpc.scheduler.TokenSpeedScheduler. If left out, vllm
+    for a model of text and tokenspeed for one that reads pictures or sound: smg sends sound over tokenspeed only, and
+    takes vllm where it finds both."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type; auto is the checkpoint's."""
     max_model_len: int | None = None
@@ -44,7 +48,8 @@ class ServeConfig:
     memory_fraction: float | None = None
     """Part of the device memory to take, above 0 up to 1 (XLA_PYTHON_CLIENT_MEM_FRACTION); JAX's choice if left out."""
     max_message_mb: int = 256
-    """Largest message in either direction, in MiB; beyond it calls get RESOURCE_EXHAUSTED."""
+    """Largest message in either direction, in MiB; beyond it calls get RESOURCE_EXHAUSTED. A picture takes 24 bytes a
+    pixel on its way from the gateway."""
     drain_seconds: float = 30.0
     """Time the running requests have to finish after SIGTERM."""
     compilation_cache: str | None = None
@@ -115,6 +120,8 @@ def check(config: ServeConfig) -> None:
         value = getattr(config, name)
         if value is not None and not low <= value <= high:
             raise ValueError(f"{name} is {value}; it must be {low} to {high}.")
+    if config.services is not None and not 0 < len(config.services) == len(set(config.services)):
+        raise ValueError("services must name each protocol once: vllm, tokenspeed, or both.")
     fraction = config.memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction is {fraction}; it must be above 0 and at most 1.")

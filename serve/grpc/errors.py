@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import functools
+from typing import Any, NoReturn
 
 import grpc
 
@@ -41,3 +42,25 @@ async def abort_with(context: grpc.aio.ServicerContext, error: Exception) -> NoR
     trailers = (("grpc-retry-pushback-ms", str(RETRY_AFTER_MS)),) if busy else ()
     await context.abort(status, str(error), trailers)
     raise AssertionError("context.abort returned")
+
+
+def with_status(handler: Any) -> Any:  # the generated base classes are untyped
+    """Ends a unary RPC, or one that writes its stream itself, with the status of the exception its handler raises."""
+
+    @functools.wraps(handler)
+    async def wrapped(self, request, context):
+        try:
+            return await handler(self, request, context)
+        except REFUSALS as error:
+            await abort_with(context, error)
+
+    return wrapped
+
+
+def refused(status: grpc.StatusCode, message: str) -> Any:
+    """A handler that always ends with this status."""
+
+    async def handler(self, request, context):
+        await context.abort(status, message)
+
+    return handler

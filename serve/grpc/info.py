@@ -8,35 +8,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-from smg_grpc_proto.generated import vllm_engine_pb2 as pb
-
 from serve.grpc.backend import Assembled
 from serve.request import EngineStats
 
 
-def model_info(assembled: Assembled, served_model_name: str) -> pb.GetModelInfoResponse:
-    """Model facts, from the engine and the checkpoint's config.json where there is one."""
+def model_facts(assembled: Assembled, served_model_name: str) -> dict[str, Any]:
+    """Fields of GetModelInfoResponse that both protocols have, from the engine and the checkpoint's config.json."""
     engine, config = assembled.engine, read_config(assembled.model_dir)
-    model_type = str(config.get("model_type") or "")
     defaults = dict(assembled.generation_config)
     if defaults.get("top_k", 1) <= 0:  # no limit; gateways know only positive numbers
         del defaults["top_k"]
-    return pb.GetModelInfoResponse(
-        model_path=assembled.model_name,
-        is_generation=True,
-        max_context_length=engine.max_model_len,
-        vocab_size=engine.vocab_size,
-        supports_vision=False,
-        served_model_name=served_model_name,
-        tokenizer_path=str(assembled.tokenizer_dir),
-        model_type=model_type,
-        architectures=config.get("architectures") or [],
-        eos_token_ids=engine.eos_token_ids,
-        pad_token_id=config.get("pad_token_id") or 0,
-        bos_token_id=config.get("bos_token_id") or 0,
-        max_req_input_len=engine.max_model_len - 1,
-        default_sampling_params_json=json.dumps(defaults) if defaults else "",
-    )
+    return {
+        "model_path": assembled.model_name,
+        "max_context_length": engine.max_model_len,
+        "vocab_size": engine.vocab_size,
+        "supports_vision": assembled.media_format is not None and "image" in assembled.media_format.kinds,
+        "served_model_name": served_model_name,
+        "tokenizer_path": str(assembled.tokenizer_dir),
+        "model_type": str(config.get("model_type") or ""),
+        "architectures": config.get("architectures") or [],
+        "eos_token_ids": engine.eos_token_ids,
+        "pad_token_id": config.get("pad_token_id") or 0,
+        "bos_token_id": config.get("bos_token_id") or 0,
+        "max_req_input_len": engine.max_model_len - 1,
+        "default_sampling_params_json": json.dumps(defaults) if defaults else "",
+    }
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -45,20 +41,8 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def server_info(stats: EngineStats, *, active: int, uptime: float, last_receive: float) -> pb.GetServerInfoResponse:
-    """Server facts; `uptime` in seconds, `last_receive` the Unix time of the last Generate call."""
-    return pb.GetServerInfoResponse(
-        active_requests=active,
-        last_receive_timestamp=last_receive,
-        uptime_seconds=uptime,
-        server_type="vllm-grpc",
-        data_parallel_size=1,
-        max_num_seqs=stats.num_slots,
-    )
-
-
-def loads(stats: EngineStats) -> pb.GetLoadsResponse:
-    """The load of the one engine behind this server."""
+def loads(stats: EngineStats, pb: Any) -> Any:
+    """The load of the one engine behind this server; `pb` is the protocol's module of messages."""
     load = pb.SchedulerLoad(
         num_running_reqs=stats.num_running,
         num_waiting_reqs=stats.num_waiting,

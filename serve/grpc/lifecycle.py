@@ -40,7 +40,7 @@ async def run(config: ServeConfig, assemble: Assemble | None = None) -> int:
     """
     set_memory_fraction(config.memory_fraction)
     signals = _Signals()
-    server = Server(config.host, config.port, config.max_message_mb)
+    server = Server(config.host, config.port, config.max_message_mb, config.services)
     await server.start()
     log.info("Listening on %s, loading the model", server.address)
     try:
@@ -57,11 +57,13 @@ async def run(config: ServeConfig, assemble: Assemble | None = None) -> int:
     name = config.served_model_name or assembled.model_name
     await server.ready(assembled, name)
     length = assembled.engine.max_model_len
-    print(f"firesteel ready: model={name} grpc={server.address} max_model_len={length}", flush=True)
+    reads = ",".join(("text", *(assembled.media_format.kinds if assembled.media_format else ())))
+    log.info("Offering %s for %s", ", ".join(server.service.offered), reads)
+    print(f"firesteel ready: model={name} grpc={server.address} max_model_len={length} reads={reads}", flush=True)
     await first
     log.info(
         "Draining %d requests for up to %g s; signal again to stop now",
-        server.servicer.num_active,
+        server.service.num_active,
         config.drain_seconds,
     )
     await server.drain(config.drain_seconds)

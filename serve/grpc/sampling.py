@@ -33,6 +33,7 @@ class Wanted:
         include_stop: keep the stop string in the output.
         skip_special_tokens: stop strings are searched in text without special tokens.
         truncate_prompt_tokens: keep this many last tokens of the prompt; -1 for as many as fit; None for all.
+        keep_stop_token: the end or stop token that ends an output is the last of its tokens.
     """
 
     n: int
@@ -40,6 +41,7 @@ class Wanted:
     include_stop: bool
     skip_special_tokens: bool
     truncate_prompt_tokens: int | None
+    keep_stop_token: bool = True
 
 
 def request_sampling(request: pb.GenerateRequest, defaults: Mapping[str, Any]) -> tuple[SamplingParams, Wanted]:
@@ -60,7 +62,7 @@ def sampling_from_proto(params: pb.SamplingParams) -> tuple[SamplingParams, Want
         InvalidRequest: a count below zero, or more than MAX_OUTPUTS outputs.
         Refusal: UNIMPLEMENTED for constrained output.
     """
-    _refuse_constraint(params)
+    refuse_constraint(params)
     top_k = 0 if params.top_k == _NO_LIMIT else params.top_k
     for name in ("max_tokens", "min_tokens", "n"):
         if getattr(params, name) >= _NEGATIVE:
@@ -106,7 +108,8 @@ def _optional(params: pb.SamplingParams, name: str) -> int | None:
     return getattr(params, name) if params.HasField(name) else None
 
 
-def _refuse_constraint(params: pb.SamplingParams) -> None:
+def refuse_constraint(params: Any) -> None:
+    """Raises Refusal, UNIMPLEMENTED, if the SamplingParams of either protocol constrain the output."""
     constraint = params.WhichOneof("constraint")
     if constraint is None:
         return

@@ -1,4 +1,4 @@
-"""The gRPC server around the servicer: transport options, health, reflection, draining."""
+"""The gRPC server around the servicers: transport options, health, reflection, draining."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import time
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc, vllm_engine_pb2_grpc
 
 from serve.grpc.backend import Assembled
-from serve.grpc.vllm import SERVICE_NAME, VllmEngineServicer
+from serve.grpc.service import Service
+from serve.grpc.tokenspeed import TokenSpeedServicer
+from serve.grpc.vllm import VllmEngineServicer
 
 log = logging.getLogger("serve.grpc")
 
@@ -20,6 +22,8 @@ MEBIBYTE = 1024 * 1024
 DEFAULT_MAX_MESSAGE_MB = 256
 _WATCH_SECONDS = 0.5  # between two looks at the engine
 _FLUSH_SECONDS = 2.0  # for the last messages of requests that the drain ended
+
+FULL_NAMES = {servicer.short_name: servicer.full_name for servicer in (VllmEngineServicer, TokenSpeedServicer)}
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -53,12 +57,22 @@ class Server:
         host: address to listen on.
         port: TCP port; 0 for a free one.
         max_message_mb: largest message of either direction, MiB.
+        services: what to offer, by the names in FULL_NAMES. None leaves it to the model: "vllm" for those that read
+            text only, "tokenspeed" for the others, because gateways send sound over that one only.
     """
 
-    def __init__(self, host: str, port: int, max_message_mb: int = DEFAULT_MAX_MESSAGE_MB):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
+        services: tuple[str, ...] | None = None,
+    ):
         self._host = f"[{host}]" if ":" in host else host
         self.port = port
-        self.servicer = VllmEngineServicer()
+        self.service = Service()
+        self._services = services
+        self._reflection = _Reflection()
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._grpc = grpc.aio.server(options=server_options(max_message_mb))
         self._assembled: Assembled | None = None
@@ -75,11 +89,13 @@ class Server:
         Raises:
             OSError: the port cannot be had.
         """
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self.servicer, self._grpc)
+        # Which of them are offered is known once the model is; the others then say so.
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(self.service), self._grpc)
+        tokenspeed = TokenSpeedServicer(self.service)
+        tokenspeed_scheduler_pb2_grpc.add_TokenSpeedSchedulerServicer_to_server(tokenspeed, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._grpc)
-        await self._set_health(_NOT_SERVING)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(self._reflection, self._grpc)
+        await self._set_health(_NOT_SERVING, self._services or tuple(FULL_NAMES))
         try:
             bound = self._grpc.add_insecure_port(self.address)
         except RuntimeError:
@@ -93,8 +109,10 @@ class Server:
     async def ready(self, assembled: Assembled, served_model_name: str) -> None:
         """Serves `assembled`, whose engine has started; reports NOT_SERVING should that engine die."""
         self._assembled = assembled
-        self.servicer.ready(assembled, served_model_name)
-        await self._set_health(_SERVING)
+        offered = self._services or (("vllm",) if assembled.media_format is None else ("tokenspeed",))
+        self.service.ready(assembled, served_model_name, offered)
+        self._reflection.list(offered)
+        await self._set_health(_SERVING, offered)
         self._watch = asyncio.create_task(self._watch_engine(assembled))
 
     async def drain(self, seconds: float) -> None:
@@ -102,13 +120,13 @@ class Server:
 
         Those still running then end with UNAVAILABLE. The server answers all the while; `stop` it afterwards.
         """
-        self.servicer.drain()
+        self.service.drain()
         await self._health.enter_graceful_shutdown()
         if self._assembled is None:
             return
         await asyncio.to_thread(self._assembled.engine.drain, seconds)
         deadline = time.monotonic() + _FLUSH_SECONDS
-        while self.servicer.num_active and time.monotonic() < deadline:
+        while self.service.num_active and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
@@ -121,9 +139,27 @@ class Server:
         while assembled.engine.is_alive:
             await asyncio.sleep(_WATCH_SECONDS)
         log.error("The engine has failed: not serving any more. Restart the server")
-        self.servicer.engine_died()
-        await self._set_health(_NOT_SERVING)
+        self.service.engine_died()
+        await self._set_health(_NOT_SERVING, self.service.offered)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", SERVICE_NAME):
+    async def _set_health(
+        self, status: health_pb2.HealthCheckResponse.ServingStatus, services: tuple[str, ...]
+    ) -> None:
+        for name in ("", *(FULL_NAMES[service] for service in services)):
             await self._health.set(name, status)
+
+
+class _Reflection(reflection_pb2_grpc.ServerReflectionServicer):
+    """Lists the services that are offered, as soon as that is known."""
+
+    def __init__(self):
+        self.list(())
+
+    def list(self, services: tuple[str, ...]) -> None:
+        names = (*(FULL_NAMES[service] for service in services), health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._listing = reflection.aio.ReflectionServicer(names)  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def ServerReflectionInfo(self, request_iterator, context):
+        answers = self._listing.ServerReflectionInfo(request_iterator, context)
+        async for answer in answers:  # pyright: ignore[reportGeneralTypeIssues]  typed as a coroutine
+            yield answer

@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 from stub_engine import StubEngine
 
 from serve.grpc.server import Server
+from serve.media.format import MediaFormat
 from serve.text.load import load_tokenizer
 
 SENTENCE = "A wide blue sky above"
@@ -66,6 +67,7 @@ class StubModel:
     model_name: str
     model_dir: Path
     tokenizer_dir: Path
+    media_format: MediaFormat | None = None
 
 
 def stub_model(folder: Path, **engine_settings) -> StubModel:
@@ -174,7 +176,7 @@ class Harness:
 
     def busy(self) -> bool:
         stats = self.engine.stats()
-        return bool(stats.num_running or stats.num_waiting or self.server.servicer.num_active)
+        return bool(stats.num_running or stats.num_waiting or self.server.service.num_active)
 
     def wait_for(self, condition, seconds: float = 5.0) -> None:
         """Waits until `condition(engine stats)` holds."""

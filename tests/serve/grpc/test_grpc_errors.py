@@ -25,7 +25,7 @@ def without_prompt() -> pb.GenerateRequest:
 
 def with_media() -> pb.GenerateRequest:
     message = request([5])
-    message.mm_inputs.mm_hashes.append("x")
+    message.mm_inputs.pixel_values.shape.append(1)
     return message
 
 
@@ -104,7 +104,7 @@ def test_a_text_of_any_length_can_be_truncated_and_its_head_is_not_encoded(servi
         (request([5], json_object=True), "json_object"),
         (request([5], choice=["a"]), "choice"),
         (with_media(), "text only"),
-        (with_media_refs(), "text only"),
+        (with_media_refs(), "fetches no media"),
         (with_kv_transfer(), "kv_transfer_params"),
     ],
 )

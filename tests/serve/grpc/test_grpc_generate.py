@@ -244,10 +244,10 @@ def test_tokens_after_a_stop_string_in_one_output_are_dropped(quick):
     stops = TokenStops(detokenizer, StopStrings(["sky"]), include_stop=False, min_tokens=0)
     choice = Choice(0, stream=False, prompt_token_ids=ids, stops=stops)
     output = Output("r", tuple(ids), tuple(TokenLogprob(i, -1.0) for i in ids), finish_reason="length")
-    (message,) = choice.advance(dataclasses.replace(output, num_prompt_tokens=5))
-    assert quick.decode(message.complete.output_ids) == "A wide blue sky"
-    assert list(message.complete.output_logprobs.token_ids) == list(message.complete.output_ids)
-    assert message.complete.finish_reason == "stop"
+    (piece,) = choice.advance(dataclasses.replace(output, num_prompt_tokens=5))
+    assert quick.decode(piece.token_ids) == "A wide blue sky"
+    assert [entry.token_id for entry in piece.logprobs] == list(piece.token_ids)
+    assert piece.finish_reason == "stop"
 
 
 def test_a_request_without_sampling_params_gets_the_checkpoints_defaults(quick):

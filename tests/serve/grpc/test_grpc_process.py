@@ -52,7 +52,7 @@ def process(folder: Path, *options: str, **engine):
 
 def ready(server: subprocess.Popen) -> pb_grpc.VllmEngineStub:
     line = server.stdout.readline()
-    match = re.fullmatch(r"firesteel ready: model=\S+ grpc=(127\.0\.0\.1:\d+) max_model_len=\d+\n", line)
+    match = re.fullmatch(r"firesteel ready: model=\S+ grpc=(127\.0\.0\.1:\d+) max_model_len=\d+ reads=text\n", line)
     assert match, line + server.stderr.read()
     return pb_grpc.VllmEngineStub(grpc.insecure_channel(match[1]))
 
