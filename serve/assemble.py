@@ -12,11 +12,14 @@ from typing import Any
 import jax
 
 import modeling
+from modeling.architecture import Model
 from modeling.default import DEFAULT_CHECKPOINT
 from modeling.errors import CheckpointError
+from modeling.inkling.config import InklingConfig
+from modeling.inkling.model import Inkling
 from modeling.loading.source import find, resolve
 from serve.engine import Engine, EngineConfig
-from serve.media.format import MediaFormat
+from serve.media.format import ImageSettings, MediaFormat
 from serve.request import InvalidRequest, SamplingParams
 from serve.text.load import find_tokenizer, load_tokenizer
 from serve.text.tokenizer import Tokenizer
@@ -25,8 +28,10 @@ from serve.validate import check_sampling
 
 log = logging.getLogger(__name__)
 
-# What a Flint checkpoint without generation_config.json is sampled with, as its authors recommend.
+# What a checkpoint without generation_config.json is sampled with: Flint's as its authors recommend; of Inkling's no
+# recommendation is published.
 FLINT_SAMPLING = GenerationConfig(temperature=1.0, top_p=0.95, top_k=20)
+INKLING_SAMPLING = GenerationConfig(temperature=1.0, top_p=1.0)
 # What generation_config.json may set for a request; names as in `SamplingParams`.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -85,7 +90,9 @@ def assemble(
     tokenizer_path = tokenizer_source(checkpoint.path, checkpoint.files, tokenizer)
     text = load_tokenizer(tokenizer_path)
     folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
-    generation = generation_config(checkpoint.config_folder, folder)
+    is_inkling = isinstance(checkpoint.config, InklingConfig)
+    own_sampling = INKLING_SAMPLING if is_inkling else FLINT_SAMPLING
+    generation = generation_config(own_sampling, checkpoint.config_folder, folder)
     if text.vocab_size > checkpoint.config.vocab_size:
         raise ValueError(
             f"the tokenizer {tokenizer_path} has {text.vocab_size} tokens, the model only "
@@ -97,13 +104,38 @@ def assemble(
         check_sampling(SamplingParams(**defaults), text.vocab_size, num_eos=0)
     except (InvalidRequest, TypeError) as error:
         raise ValueError(f"generation_config.json of {folder} sets unusable defaults: {error}") from None
-    flint = modeling.load(local, dtype=None if dtype == "auto" else dtype, config=config_source, progress=progress)
+    loaded = modeling.load(local, dtype=None if dtype == "auto" else dtype, config=config_source, progress=progress)
     options = {name: value for name, value in engine_options.items() if value is not None}
     end_ids = generation.eos_token_ids + text.eos_token_ids
-    engine = Engine(flint, EngineConfig(**options, progress=progress), end_ids)
+    engine = Engine(loaded, EngineConfig(**options, progress=progress), end_ids)
     on_disk = model is None or Path(model).expanduser().exists()
     name = (local.stem if local.is_file() else local.resolve().name) if on_disk else str(model)
-    return Assembled(engine, text, defaults, name, checkpoint.config_folder, folder)
+    media = media_format(loaded, checkpoint.config_folder)
+    return Assembled(engine, text, defaults, name, checkpoint.config_folder, folder, media)
+
+
+def media_format(model: Model, folder: Path) -> MediaFormat | None:
+    """The pictures and sound that a model has towers for; None if it reads text only.
+
+    Args:
+        folder: where the checkpoint's processor settings are.
+
+    Raises:
+        ValueError: the settings cannot be used.
+    """
+    if not isinstance(model, Inkling) or (model.vision is None and model.audio is None):
+        return None
+    config, fields = model.config, {}
+    if model.vision is not None and config.vision:
+        fields |= dict(patch_size=config.vision.patch_size, temporal_patch_size=config.vision.temporal_patch_size)
+        fields["image"] = ImageSettings.read(folder)
+    if model.audio is not None and config.audio:
+        fields |= dataclasses.asdict(config.audio)
+    return MediaFormat(
+        image_token_id=config.image_token_id if model.vision is not None else None,
+        audio_token_id=config.audio_token_id if model.audio is not None else None,
+        **fields,
+    )
 
 
 def tokenizer_source(model: Path, weight_files: tuple[Path, ...], tokenizer: str | None) -> Path:
@@ -122,14 +154,14 @@ def tokenizer_source(model: Path, weight_files: tuple[Path, ...], tokenizer: str
         raise CheckpointError(f"{error}; name the folder or repository of one with --tokenizer") from None
 
 
-def generation_config(*folders: Path) -> GenerationConfig:
-    """Sampling defaults of the first folder that has generation_config.json, over Flint's own."""
+def generation_config(own: GenerationConfig, *folders: Path) -> GenerationConfig:
+    """Sampling defaults of the first folder that has generation_config.json, over the model's `own`."""
     for folder in folders:
         if (folder / "generation_config.json").is_file():
             found = read_generation_config(folder)
             named = {name: value for name, value in dataclasses.asdict(found).items() if value is not None}
-            return dataclasses.replace(FLINT_SAMPLING, **named)
-    return FLINT_SAMPLING
+            return dataclasses.replace(own, **named)
+    return own
 
 
 def use_compilation_cache(folder: str | None) -> None:

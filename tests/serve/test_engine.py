@@ -17,7 +17,8 @@ from modeling.cache import CacheShape
 from modeling.sampling import MAX_TOP_LOGPROBS, TopLogprobs
 from modeling.score import score
 from serve import programs
-from serve.engine import Engine, EngineConfig, _token_logprob
+from serve.engine import Engine, EngineConfig
+from serve.logprobs import token_logprob
 from serve.request import MAX_LOGPROBS, EngineBusy, EngineClosed, InvalidRequest, Output, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -502,5 +503,5 @@ def test_requests_may_ask_for_as_many_logprobs_as_the_device_gives():
 
 def test_sa08_infinite_logprobs_are_floored():
     scores = TopLogprobs(np.float32(-np.inf), np.array([0.0, -np.inf], np.float32), np.array([3, 4], np.int32))
-    entry = _token_logprob(4, scores, (), 2)
+    entry = token_logprob(4, scores, (), 2)
     assert (entry.logprob, entry.top) == (-9999.0, ((3, 0.0), (4, -9999.0)))
