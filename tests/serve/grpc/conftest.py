@@ -1,5 +1,12 @@
+import sys
+from pathlib import Path
+
 import pytest
 from grpc_harness import Harness, running_loop, write_tokenizer
+from inkling_folder import write_inkling
+
+# Pictures and sounds shared with the tests of media.
+sys.path.insert(0, str(Path(__file__).parents[1] / "media"))
 
 
 @pytest.fixture(scope="session")
@@ -33,4 +40,20 @@ def serving(loop, model_folder):
 def quick(loop, model_folder):
     """One server for tests that only ask it; its engine needs no time."""
     with Harness(loop, model_folder) as harness:
+        yield harness
+
+
+@pytest.fixture(scope="session")
+def inkling_model(tmp_path_factory):
+    """A folder, and settings of a harness that serves it."""
+    folder = tmp_path_factory.mktemp("inkling")
+    media_format, end = write_inkling(folder)
+    return folder, {"media_format": media_format, "eos_token_ids": (end,)}
+
+
+@pytest.fixture(scope="module")
+def inkling(loop, inkling_model):
+    """One server of a model that reads pictures and sound, over both protocols; its engine needs no time."""
+    folder, settings = inkling_model
+    with Harness(loop, folder, services=("vllm", "tokenspeed"), **settings) as harness:
         yield harness

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import tokenizers
+from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 from stub_engine import StubEngine
@@ -70,10 +71,12 @@ class StubModel:
     media_format: MediaFormat | None = None
 
 
-def stub_model(folder: Path, **engine_settings) -> StubModel:
+def stub_model(folder: Path, media_format: MediaFormat | None = None, **engine_settings) -> StubModel:
     settings = {"vocab_size": 1024, "eos_token_ids": (0,)} | engine_settings
     generation_config = {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
-    return StubModel(StubEngine(**settings), load_tokenizer(folder), generation_config, "stub-flint", folder, folder)
+    name = "stub-flint" if media_format is None else "stub-inkling"
+    engine, tokenizer = StubEngine(**settings), load_tokenizer(folder)
+    return StubModel(engine, tokenizer, generation_config, name, folder, folder, media_format)
 
 
 async def _end_tasks() -> None:
@@ -111,12 +114,13 @@ class Harness:
         *,
         load: bool = True,
         max_message_mb: int = 256,
-        **engine_settings,
+        services: tuple[str, ...] | None = None,
+        **settings,
     ):
-        self.model = stub_model(folder, **engine_settings)
+        self.model = stub_model(folder, **settings)
         self.engine, self.tokenizer = self.model.engine, self.model.tokenizer
         self.engine.start()
-        self._load, self._max_message_mb = load, max_message_mb
+        self._load, self._options = load, (max_message_mb, services)
         self._loop = loop
         self._channels: list[grpc.Channel] = []
 
@@ -124,12 +128,13 @@ class Harness:
         self.server = self.call(self._make())
         self.channel = self.connect()
         self.stub = pb_grpc.VllmEngineStub(self.channel)
+        self.tokenspeed = tokenspeed_scheduler_pb2_grpc.TokenSpeedSchedulerStub(self.channel)
         if self._load:
             self.load()
         return self
 
     async def _make(self) -> Server:
-        server = Server("127.0.0.1", 0, self._max_message_mb)
+        server = Server("127.0.0.1", 0, *self._options)
         await server.start()
         return server
 
