@@ -58,8 +58,11 @@ def audio_frames(source: bytes | Path, format: MediaFormat) -> np.ndarray:
 
 def mono_16k(source: bytes | Path) -> Iterator[np.ndarray]:
     """A sound file's samples at 16 kHz, channels averaged: float32 pieces of any length; raises as `audio_frames`."""
-    import soundfile
-
+    try:
+        import scipy.signal  # noqa: F401  for `resampled`
+        import soundfile
+    except ImportError:
+        raise UnusableMedia("Reading sound needs soundfile and scipy; install firesteel[media].") from None
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
             _check(file)

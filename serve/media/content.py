@@ -95,15 +95,13 @@ def load_media(
 
 def _source(value: Any, allow_files: bool) -> Any:
     """What `image_patches` and `audio_frames` take, out of a part's field."""
-    import PIL.Image
-
     if isinstance(value, Mapping):
         if "data" in value:
             return _decoded(value["data"])
         value = value.get("url")
     if value is None:
         raise UnusableMedia("The part is empty; give a data: URL or base64 data.")
-    if isinstance(value, bytes | Path | PIL.Image.Image):  # these cannot come in by JSON
+    if isinstance(value, bytes | Path) or type(value).__module__.startswith("PIL."):  # these cannot come in by JSON
         return value
     if not isinstance(value, str):
         raise UnusableMedia(f"The part holds a {type(value).__name__}; give a data: URL or base64 data.")

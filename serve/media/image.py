@@ -63,9 +63,11 @@ def target_size(width: int, height: int, settings: ImageSettings) -> tuple[int, 
 
 def _open(source: bytes | Path | Image, format: MediaFormat) -> Image:
     """Reads the header, checks the size, then decodes, and turns the picture upright."""
-    import PIL.Image
-    import PIL.ImageOps
-
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        raise UnusableMedia("Reading pictures needs pillow; install firesteel[media].") from None
     try:
         if isinstance(source, PIL.Image.Image):
             image = source

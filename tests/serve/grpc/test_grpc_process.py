@@ -201,3 +201,16 @@ def test_bad_configuration_is_named(tmp_path, text, says):
 def test_the_time_to_drain_is_finite(seconds):
     with pytest.raises(ValueError, match=r"drain_seconds is .*; it must be 0 to 86400"):
         parse([f"--drain-seconds={seconds}"])
+
+
+def test_services_are_named_on_the_command_line_or_in_the_file(tmp_path):
+    (path := tmp_path / "run.yaml").write_text("services: [tokenspeed]\n")
+    assert parse(["--config", str(path)]).services == ("tokenspeed",)
+    assert parse(["--config", str(path), "--services", "vllm", "tokenspeed"]).services == ("vllm", "tokenspeed")
+    assert parse([]).services is None
+    path.write_text("services: [triton]\n")
+    with pytest.raises(ValueError, match=r"services.*'vllm' or 'tokenspeed'"):
+        parse(["--config", str(path)])
+    for given in (["--services"], ["--services", "vllm", "vllm"]):
+        with pytest.raises(ValueError, match="name each protocol once"):
+            parse(given)

@@ -1,6 +1,7 @@
 """Media in chat messages, and their places among the tokens."""
 
 import base64
+import sys
 
 import numpy as np
 import pytest
@@ -162,3 +163,12 @@ def test_placeholder_runs():
     assert placeholder_runs([], 1, 2) == [] == placeholder_runs([5, 6], 1, 2)
     assert placeholder_runs([1, 1, 2, 5, 5, 2, 1], 1, 2) == [(1, 0, 2), (2, 2, 1), (2, 5, 1), (1, 6, 1)]
     assert place([1, 3, 3], (item("image", 1),), 1, None)[0].offset == 0
+
+
+@pytest.mark.parametrize(("missing", "part"), [("PIL", IMAGE_PARTS[0]), ("soundfile", AUDIO_PARTS[0])])
+def test_without_the_libraries_a_sentence_says_what_to_install(monkeypatch, missing, part):
+    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(UnusableMedia, match=r"install firesteel\[media\]"):
+        load_media(user(part), FORMAT, max_tokens=99)
