@@ -86,8 +86,9 @@ class Media:
     @functools.cached_property
     def content_hash(self) -> str:
         """Names the content wherever it is placed; SHA-256 in hex."""
-        head = f"{self.kind} {self.rows.dtype} {self.rows.shape} ".encode()
-        return hashlib.sha256(head + np.ascontiguousarray(self.rows).tobytes()).hexdigest()
+        digest = hashlib.sha256(f"{self.kind} {self.rows.dtype} {self.rows.shape} ".encode())
+        digest.update(np.ascontiguousarray(self.rows).data)  # pictures may be hundreds of megabytes: no copy
+        return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
