@@ -72,8 +72,10 @@ def compute_dtype(dtype: Any, checkpoint: Checkpoint) -> jnp.dtype:
         CheckpointError: another dtype was asked for.
     """
     if dtype is None:
-        raw = checkpoint.raw_config
-        return jnp.dtype(jnp.float32 if (raw.get("dtype") or raw.get("torch_dtype")) == "float32" else jnp.bfloat16)
+        raw, nested = checkpoint.raw_config, checkpoint.raw_config.get("text_config")
+        blocks = [raw, nested] if isinstance(nested, dict) else [raw]
+        stated = [block[key] for block in blocks for key in ("dtype", "torch_dtype") if block.get(key)]
+        return jnp.dtype(jnp.float32 if stated[:1] == ["float32"] else jnp.bfloat16)
     try:
         found = jnp.dtype(dtype)
     except TypeError:

@@ -119,14 +119,16 @@ def make_plan(checkpoint: Checkpoint, dtype: Any, router_dtype: str | None, text
         check_quantization(checkpoint, faults)
         extra = architecture.names.EXTRA_FILES
         tensors, complete = safetensors.read_headers(checkpoint.path, checkpoint.files, extra, faults)
+    if not complete:  # what is there tells what the model has: with half of it, faults would be guesses
+        faults.raise_any("no tensor was read")
     planner = _Planner(architecture, checkpoint, tensors, faults, dtype)
     try:
         plan = planner.plan(router_dtype, text_only)
-    except CheckpointError as error:  # parts that do not fit together, which half the headers would show as well
+    except CheckpointError as error:
         faults.add(str(error))
         faults.raise_any("no tensor was read")
         raise
-    planner.report(complete, text_only)
+    planner.report(text_only)
     faults.raise_any("no tensor was read")
     for notice in architecture.names.notices(checkpoint.config, plan.options, text_only):
         log.warning("%s: %s", checkpoint.path, notice)
@@ -204,6 +206,7 @@ class _Planner:
         self.halves: dict[str, dict[int, str]] = defaultdict(dict)  # tensor -> row -> leaf
         self.wanted: set[str] = set()
         self.missing: set[str] = set()
+        self.missing_scales: set[str] = set()  # those of them that are global scales
         self.wrong: dict[str, set[str]] = defaultdict(set)  # fault -> tensors that have it
 
     def plan(self, router_dtype: str | None, text_only: bool) -> Plan:
@@ -254,6 +257,8 @@ class _Planner:
     def plain(self, leaf: str, struct: jax.ShapeDtypeStruct, source: OnDisk, router_dtype: str | None) -> Leaf:
         found = [(piece, self.find(piece.tensor, piece.shape, source.types)) for piece in source.pieces]
         pairs = tuple((piece, info) for piece, info in found if info is not None)
+        if leaf.endswith(".global_scale") and not pairs:
+            self.missing_scales |= {piece.tensor for piece in source.pieces}
         wide = any(info.dtype == "F32" for _, info in pairs)
         packed = struct.dtype == jnp.uint8
         dtype = struct.dtype if packed else leaf_dtype(self.names, leaf, wide, self.dtype, router_dtype)
@@ -273,16 +278,14 @@ class _Planner:
             self.wrong[f"shape {list(info.shape)}, expected {list(shape)}{note}"].add(name)
         return info
 
-    def report(self, complete: bool, text_only: bool) -> None:
-        """Moves what was noted to the faults. `complete`: every header was read, so that absence means missing."""
+    def report(self, text_only: bool) -> None:
+        """Moves what was noted to the faults."""
         unexpected = {name for name in self.tensors.keys() - self.wanted if not self.names.is_ignored(name, text_only)}
-        if complete and 2 * len(self.missing) > len(self.wanted) and 2 * len(unexpected) > len(self.tensors):
+        if 2 * len(self.missing) > len(self.wanted) and 2 * len(unexpected) > len(self.tensors):
             self.faults.add(self.other_layout(unexpected))
             return
-        if complete:
-            scales = {name for name in self.missing if name.endswith(_GLOBAL_SCALES)}
-            self.faults.add_names("missing tensor", self.missing - scales)
-            self.faults.add_names("missing global scale of an NVFP4 tensor", scales)
+        self.faults.add_names("missing tensor", self.missing - self.missing_scales)
+        self.faults.add_names("missing global scale of an NVFP4 tensor", self.missing_scales)
         reasons: dict[str | None, list[str]] = defaultdict(list)
         for name in unexpected:
             reasons[self.names.refusal(name, self.checkpoint.config)].append(name)
@@ -300,10 +303,6 @@ class _Planner:
             f"the tensors are named as in another layout: found {_sample(unexpected)}; looked for "
             f"{_sample(self.missing)}; {hint}"
         )
-
-
-# Ends of the names of NVFP4's global scales in every layout.
-_GLOBAL_SCALES = (".scale", ".scale2", "weight_global_scale")
 
 
 def _sample(names: Collection[str]) -> str:

@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
-_ST_NAMES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16", "uint8": "U8", "int32": "I32"}
+_ST_NAMES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16", "uint8": "U8", "int32": "I32", "int64": "I64"}
+_ST_NAMES |= {"float8_e4m3fn": "F8_E4M3"}
 
 # GGUF type ids, and bytes a block of how many elements.
 GGUF_F32, GGUF_F16, GGUF_Q8_0, GGUF_BF16, GGUF_NVFP4 = 0, 1, 8, 30, 40

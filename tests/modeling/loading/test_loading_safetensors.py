@@ -6,7 +6,6 @@ import json
 import struct
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from checkpoint_writer import (
@@ -22,6 +21,7 @@ from checkpoint_writer import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loaded_model import refusal
 
 import modeling
 from modeling.loading import load, safetensors
@@ -35,20 +35,6 @@ EXPERT = "model.layers.2.mlp.experts.{}.{}.weight"
 @pytest.fixture
 def tensors() -> Tensors:
     return released_tensors(CONFIG)
-
-
-def refusal(path: Path) -> str:
-    """The message that loading ends with; no tensor may be read and nothing may reach a device."""
-
-    def untouched(*_arguments, **_options):
-        raise AssertionError("a tensor was read or a device touched")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_put", untouched)
-        patch.setattr(load, "fill", untouched)
-        with pytest.raises(modeling.CheckpointError) as caught:
-            modeling.load(path, progress=False)
-    return str(caught.value)
 
 
 def change_index(folder: Path, **changes: str | None) -> None:
