@@ -21,12 +21,15 @@ from checkpoint_writer import (
     write_folder,
     write_gguf_folder,
 )
-from loaded_model import assert_same_leaves, leaves, sparse_mlp
+from inkling_writer import inkling_config, inkling_tensors, mtp_tensors, packed
+from loaded_model import assert_same_leaves, leaves, load_inkling, sparse_mlp
 
 import modeling
 from modeling.convert import convert, main
 
 CONFIG = tiny_config()
+# Everything a model of this kind may have, in numbers that divide over 8 devices.
+INKLING = inkling_config(depths=2, towers=True, num_key_value_heads=8, swa_num_key_value_heads=8, intermediate_size=128)
 
 # Each program takes pairs of a checkpoint and where to write, so that one process serves both formats.
 PAIRS = """
@@ -81,6 +84,8 @@ def on_devices(count: int, program: str, *pairs: tuple[Path, Path]) -> None:
 def write_source(kind: str, folder: Path) -> Path:
     if kind == "safetensors":
         write_folder(folder, CONFIG, released_tensors(CONFIG))
+    elif kind == "inkling":
+        write_folder(folder, INKLING, packed(inkling_tensors(INKLING), [3, 4]) | mtp_tensors(INKLING))
     else:
         write_gguf_folder(folder, CONFIG, gguf_tensors(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
@@ -92,7 +97,7 @@ def write_source(kind: str, folder: Path) -> Path:
 
 @pytest.fixture
 def sources(tmp_path) -> list[Path]:
-    return [write_source(kind, tmp_path / kind) for kind in ("safetensors", "gguf")]
+    return [write_source(kind, tmp_path / kind) for kind in ("safetensors", "gguf", "inkling")]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
@@ -115,6 +120,46 @@ def test_converted_checkpoint_is_the_same_model(kind, tmp_path):
     )
 
 
+def test_inklings_parts_survive_conversion(tmp_path, caplog):
+    source, target = write_source("inkling", tmp_path / "source"), tmp_path / "converted"
+    (source / "processor_config.json").write_text("{}")
+    (source / "tiktoken").mkdir()
+    (source / "tiktoken" / "tokenizer.model").write_bytes(b"\x01")
+    convert(source, target, progress=False)
+    restored = load_inkling(target)
+    assert_same_leaves(restored, load_inkling(source))
+    assert restored.expert_formats == ("bf16", "bf16", "bf16", "nvfp4", "nvfp4")
+    assert restored.num_mtp_layers == 2 and restored.vision is not None
+    assert_same_leaves(load_inkling(target, text_only=True), load_inkling(source, text_only=True))
+    assert (target / "tiktoken" / "tokenizer.model").read_bytes() == b"\x01"
+    assert (target / "processor_config.json").is_file()
+    assert not caplog.text
+
+
+def test_ck15_a_converted_checkpoint_says_what_it_lacks(tmp_path, caplog):
+    write_folder(tmp_path / "source", INKLING, inkling_tensors(INKLING))
+    convert(tmp_path / "source", tmp_path / "converted", progress=False)
+    caplog.clear()
+    assert load_inkling(tmp_path / "converted").mtp is None
+    [notice] = caplog.messages
+    assert "0 of the 2 drafting depths" in notice
+
+
+def test_options_that_do_not_fit_the_config(tmp_path):
+    convert(write_source("inkling", tmp_path / "source"), tmp_path / "converted", progress=False)
+    file = tmp_path / "converted" / "firesteel.json"
+    manifest = json.loads(file.read_text())
+    for options in (
+        {"weight_format": "bf16"},
+        {"num_mtp_layers": 3},
+        {"expert_formats": ["bf16"]},
+        {"vision": [[1, 2]]},
+    ):
+        file.write_text(json.dumps(manifest | {"options": options}))
+        with pytest.raises(modeling.CheckpointError):
+            modeling.load(tmp_path / "converted", progress=False)
+
+
 def test_float32_matrices_stay_so_and_are_rounded_when_restored(tmp_path):
     tensors = {name: array.astype(F32) for name, array in released_tensors(CONFIG).items()}
     tensors["lm_head.weight"] += 1e-4
@@ -133,7 +178,10 @@ def assert_found(file: Path, source: Path, share: float) -> None:
     assert set(found.files) - {"split", "held"} == expected.keys()
     for name, leaf in expected.items():
         assert np.array_equal(found[name], np.asarray(leaf).view(f"u{leaf.dtype.itemsize}")), name
-    assert {"embed_tokens.weight", "layers.0.self_attn.sinks"} <= set(found["split"].tolist())
+    split = {"embed_tokens.weight", "layers.0.self_attn.sinks"}
+    if "embed.weight" in expected:
+        split = {"embed.weight", "layers.0.attn.k_sconv.weight", "layers.3.mlp.experts.down_proj.scales"}
+    assert split <= set(found["split"].tolist())
     assert found["held"] <= share * sum(leaf.nbytes for leaf in expected.values())
 
 
@@ -256,12 +304,13 @@ from modeling.loading.source import find
 for source in map(pathlib.Path, {list(map(str, sources))}):
     assert len(make_plan(find(source), "bfloat16", None).tensors) > 50
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {{"hidden_size": 128}}))
+    for block in (config, config.get("text_config", {{}})): block["hidden_size"] = 128
+    (source / "config.json").write_text(json.dumps(config))
     try: modeling.load(source)
     except modeling.CheckpointError as error: print(error)
 """
     modules = "'gguf', 'orbax', 'huggingface_hub', 'tqdm', 'safetensors', 'tokenizers', 'torch'"
-    assert run_without(modules, program, JAX_PLATFORMS="nonesuch").stdout.count("no tensor was read") == 2
+    assert run_without(modules, program, JAX_PLATFORMS="nonesuch").stdout.count("no tensor was read") == 3
 
 
 def test_the_tokenizer_inside_a_gguf_survives(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_writer import gguf_tensors, released_tensors, tiny_config, write_folder, write_gguf_folder
+from inkling_writer import inkling_config, inkling_tensors, packed
 
 MEASURE = """
 import gc, sys
@@ -52,7 +53,20 @@ def large_config(layers: int):
     )
 
 
-@pytest.fixture(params=["safetensors", "gguf"])
+def large_inkling():
+    return inkling_config(
+        vocab_size=12288,
+        unpadded_vocab_size=12000,
+        hidden_size=1024,
+        n_routed_experts=24,
+        intermediate_size=512,
+        dense_intermediate_size=1024,
+        num_hidden_layers=8,
+        local_layer_ids=[0, 1],
+    )
+
+
+@pytest.fixture(params=["safetensors", "gguf", "inkling", "inkling-nvfp4"])
 def checkpoints(request, tmp_path) -> tuple[Path, Path]:
     """A tiny and a large checkpoint of one format."""
     tiny, small, large = tiny_config(), tmp_path / "small", tmp_path / "large"
@@ -60,6 +74,13 @@ def checkpoints(request, tmp_path) -> tuple[Path, Path]:
         config = large_config(6)
         write_folder(large, config, released_tensors(config, Constant()), shards=3)
         return write_folder(small, tiny, released_tensors(tiny)), large
+    if request.param.startswith("inkling"):
+        config, tiny = large_inkling(), inkling_config()
+        tensors = inkling_tensors(config, Constant())
+        if request.param == "inkling-nvfp4":
+            tensors = packed(tensors, range(3, 8), Constant())
+        write_folder(large, config, tensors, shards=3)
+        return write_folder(small, tiny, packed(inkling_tensors(tiny), [3])), large
     config = large_config(17)
     write_gguf_folder(large, config, gguf_tensors(config, Constant()))
     return write_gguf_folder(small, tiny, gguf_tensors(tiny)), large
