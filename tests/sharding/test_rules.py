@@ -12,6 +12,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from modeling.flint import names
 from modeling.flint.config import FlintConfig
 from modeling.flint.model import Flint
+from modeling.inkling import names as inkling_names
+from modeling.inkling.config import INKLING_SMALL, InklingConfig
+from modeling.inkling.model import Inkling
 from modeling.parameters import parameter_names
 from sharding.rules import PRESETS, ShardingError, check_dimensions, mesh_shardings
 
@@ -45,6 +48,56 @@ def test_nothing_large_is_replicated():
         small = ("norm.weight", "mlp.gate", "global_scale")
         assert all(name.endswith(small) for name in whole)
         assert sum(np.prod(table[name][1]) for name in whole) < 0.001 * 40e9
+
+
+def inkling_arrays(config: InklingConfig, depths: int = 0, formats: tuple[str, ...] | None = None):
+    model = Inkling.abstract(config, num_mtp_layers=depths, expert_formats=formats)
+    leaves = zip(parameter_names(model), jax.tree.leaves(model), strict=True)
+    return {name: (inkling_names.logical_axes(name, leaf.ndim), leaf.shape) for name, leaf in leaves}
+
+
+@pytest.mark.parametrize("config", [InklingConfig(), INKLING_SMALL], ids=["inkling", "small"])
+def test_inklings_large_leaves_are_split(config):
+    """On 8 devices; whole are what every device needs whole, and the depths' input projections."""
+    formats = ("bf16",) * 3 + ("nvfp4",) * (config.num_hidden_layers - 3)
+    table = inkling_arrays(config, 8, formats)
+    shardings = mesh_shardings(mesh(8), PRESETS["tp"], table)
+    check_dimensions(mesh(8), PRESETS["tp"], inkling_names.dimensions(config))
+    whole = [name for name, s in shardings.items() if "tp" not in s.spec]
+    small = ("norm.weight", "mlp.gate", "_bias", "_scale", "rel_proj", "attn_sconv.weight", "mlp_sconv.weight")
+    assert all(name.endswith((*small, "input_proj.weight")) for name in whole)
+    assert sum(np.prod(table[name][1]) for name in whole if name.endswith(small)) < 0.001 * 276e9
+
+
+def test_inklings_specs():
+    config = InklingConfig(num_hidden_layers=4)
+    table = inkling_arrays(config, 1, ("bf16", "bf16", "bf16", "nvfp4"))
+    specs = {name: s.spec for name, s in mesh_shardings(mesh(4), PRESETS["tp"], table).items()}
+    assert specs["embed.weight"] == specs["unembed.weight"] == PartitionSpec("tp", None)
+    for projection in ("q", "k", "v", "r"):
+        assert specs[f"layers.0.attn.{projection}_proj.weight"] == PartitionSpec("tp", None)
+    assert specs["layers.0.attn.o_proj.weight"] == PartitionSpec(None, "tp")
+    assert specs["layers.0.attn.k_sconv.weight"] == specs["layers.0.attn.v_sconv.weight"] == PartitionSpec("tp", None)
+    assert specs["layers.0.attn_sconv.weight"] == specs["layers.0.mlp_sconv.weight"] == PartitionSpec(None, None)
+    assert specs["layers.0.attn.rel_proj"] == specs["layers.2.mlp.gate"] == PartitionSpec(None, None)
+    assert specs["layers.1.mlp.up_proj.weight"] == PartitionSpec("tp", None)
+    assert specs["layers.2.mlp.experts.gate_proj.weight"] == PartitionSpec(None, "tp", None)
+    assert specs["layers.3.mlp.experts.down_proj.codes"] == PartitionSpec(None, None, "tp")
+    assert specs["layers.3.mlp.experts.down_proj.global_scale"] == PartitionSpec(None)
+    assert specs["layers.2.mlp.shared_experts.gate_proj.weight"] == PartitionSpec(None, "tp", None)
+    assert specs["layers.2.mlp.shared_experts.down_proj.weight"] == PartitionSpec(None, None, "tp")
+    assert specs["mtp.layers.0.block.attn.q_proj.weight"] == PartitionSpec("tp", None)
+
+
+@pytest.mark.parametrize("field", ["num_key_value_heads", "swa_num_key_value_heads"])
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_jx14_inklings_kv_heads_of_either_kind(field, devices):
+    config = InklingConfig(**{field: 4})
+    if devices <= 4:
+        check_dimensions(mesh(devices), PRESETS["tp"], inkling_names.dimensions(config))
+    else:
+        with pytest.raises(ShardingError, match=f" {field} = 4 does not divide over the 8"):
+            check_dimensions(mesh(devices), PRESETS["tp"], inkling_names.dimensions(config))
 
 
 def test_specs():
