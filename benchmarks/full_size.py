@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 
 import jax
 import jax.numpy as jnp
 
+from modeling.architecture import Config, Model
 from modeling.cache import Cache, CacheShape, PageTables, consecutive_pages, make_cache
 from modeling.flint.config import FlintConfig
 from modeling.flint.model import Flint
+from modeling.inkling.config import INKLING_SMALL, InklingConfig
+from modeling.inkling.model import Inkling
 from modeling.parameters import random_parameters
 
-MODELS = {"flint": FlintConfig()}
+MODELS: dict[str, Config] = {"flint": FlintConfig(), "inkling": InklingConfig(), "inkling-small": INKLING_SMALL}
+
+
+def abstract_model(config: Config, weight_format: str, num_drafts: int = 0) -> Model:
+    """A published model's shape table. In Inkling "nvfp4" packs the routed experts from layer 3 on, as released."""
+    if isinstance(config, FlintConfig):
+        return Flint.abstract(config, weight_format=weight_format)
+    formats = tuple("bf16" if layer < 3 else weight_format for layer in range(config.num_hidden_layers))
+    return Inkling.abstract(config, expert_formats=formats, num_mtp_layers=num_drafts)
+
+
+def with_layers(config: Config, num_layers: int | None) -> Config:
+    """The config's first layers only, for a small device; None for all of them."""
+    if num_layers is None:
+        return config
+    return dataclasses.replace(config, num_hidden_layers=num_layers, layer_types=(), sparse_layers=())
 
 
 def full_size(
-    config: FlintConfig, weight_format: str, batch: int, max_len: int, max_chunk: int
-) -> tuple[Flint, Cache, PageTables]:
+    config: Config, weight_format: str, batch: int, max_len: int, max_chunk: int, num_drafts: int = 0
+) -> tuple[Model, Cache, PageTables]:
     """A model and the cache of `batch` sequences of `max_len` tokens, filled with random values."""
-    model = random_parameters(Flint.abstract(config, weight_format=weight_format), seed=0)
-    shape = CacheShape.for_sequences(config, batch, max_len, max_chunk)
+    model = random_parameters(abstract_model(config, weight_format, num_drafts), seed=0)
+    shape = CacheShape.for_sequences(config, batch, max_len, max_chunk, num_drafts)
     empty = jax.eval_shape(lambda: make_cache(config, shape, model.dtype))
     cache = jax.tree.map(lambda pool: jax.random.normal(jax.random.key(1), pool.shape, pool.dtype), empty)
     return model, cache, consecutive_pages(shape)

@@ -7,7 +7,6 @@ one JSON line, then a table.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import statistics
@@ -17,7 +16,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from benchmarks.full_size import MODELS, full_size, matrix_rate
+from benchmarks.full_size import MODELS, full_size, matrix_rate, with_layers
+from modeling.architecture import Config
 from modeling.batch import Batch
 from modeling.flint.config import FlintConfig
 
@@ -34,17 +34,19 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.tokens % min(args.chunk, args.tokens):
         parser.error(f"--tokens {args.tokens} is not a multiple of --chunk {args.chunk}")
-    config = MODELS[args.model]
-    if args.layers:
-        config = dataclasses.replace(config, num_hidden_layers=args.layers, layer_types=(), sparse_layers=())
+    config = with_layers(MODELS[args.model], args.layers)
     result = measure(config, args.format, args.tokens, min(args.chunk, args.tokens), args.repeats)
-    print(json.dumps(dict(model=args.model, format=args.format, tokens=args.tokens, **result)))
+    print(
+        json.dumps(
+            dict(model=args.model, format=args.format, tokens=args.tokens, layers=config.num_hidden_layers, **result)
+        )
+    )
     for name, value in result.items():
         print(f"{name:>24}  {value}", file=sys.stderr)
     return 0
 
 
-def measure(config: FlintConfig, weight_format: str, tokens: int, chunk: int, repeats: int) -> dict:
+def measure(config: Config, weight_format: str, tokens: int, chunk: int, repeats: int) -> dict:
     """Times whole prompts, logits of the last position included."""
     model, cache, pages = full_size(config, weight_format, 1, tokens + chunk, chunk)
     leaves, treedef = jax.tree.flatten(model)
@@ -84,21 +86,27 @@ def measure(config: FlintConfig, weight_format: str, tokens: int, chunk: int, re
     )
 
 
-def flops(config: FlintConfig, tokens: int) -> float:
+def flops(config: Config, tokens: int) -> float:
     """Multiply-adds times two that a prompt needs: linear layers on the selected experts, and visible keys."""
     c = config
-    attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads)
-    per_token = 0
-    for sparse in c.sparse_layers:
-        width = c.num_experts_per_tok * c.moe_intermediate_size + c.shared_expert_intermediate_size
-        mlp = 3 * c.hidden_size * (width if sparse else c.intermediate_size)
-        per_token += attention + mlp + (c.num_experts * c.hidden_size if sparse else 0)
-    keys = 0
-    for layer in range(c.num_hidden_layers):
+    total = 0.0
+    for layer, (kind, sparse) in enumerate(zip(c.layer_types, c.sparse_layers, strict=True)):
+        if isinstance(c, FlintConfig):
+            heads, kv_heads, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+            attention = c.hidden_size * d * 2 * (heads + kv_heads)
+            shared = c.shared_expert_intermediate_size
+        else:
+            heads, kv_heads, d = c.num_heads(kind), c.num_kv_heads(kind), c.head_dim_of(kind)
+            attention = c.hidden_size * (d * 2 * (heads + kv_heads) + heads * c.d_rel) + heads * c.d_rel * c.extent(
+                kind
+            )
+            shared = c.num_shared_experts * c.moe_intermediate_size
+        width = c.num_experts_per_tok * c.moe_intermediate_size + shared if sparse else c.intermediate_size
+        total += tokens * (attention + 3 * c.hidden_size * width + (c.num_experts * c.hidden_size if sparse else 0))
         window = min(c.window(layer) or tokens, tokens)
-        keys += tokens * window - window * (window - 1) / 2
-    scores = 2 * c.num_attention_heads * c.head_dim * keys  # q.k and p.v
-    return 2 * (per_token * tokens + scores + c.vocab_size * c.hidden_size)
+        keys = tokens * window - window * (window - 1) / 2
+        total += 2 * heads * d * keys  # q.k and p.v
+    return 2 * (total + c.vocab_size * c.hidden_size)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class Engine:
         if self._thread is not None or self._stopping:
             raise RuntimeError("an engine starts once; make another one")
         self._programs.compile(self.config.progress)
-        self._warm_up()
+        self._programs.warm_up()
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
         self._accepting = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -480,21 +480,6 @@ class Engine:
             sequence.on_output(output)
         except BaseException:  # one reader's fault, whatever it is, must not end the others' requests
             log.exception("on_output of request %s raised", output.request_id)
-
-    def _warm_up(self) -> None:
-        """Runs each program once, so that the first request pays for no lazy initialisation."""
-        programs = self._programs
-        programs.admit(0, programs.empty_admission())
-        places = self.num_draft_tokens
-        for media in (False, True) if self._placeholders else (False,):
-            for chunk in self._chunks:
-                programs.prefill(0, np.zeros(chunk + places, np.int32), 1, True, *programs.no_media(chunk, media))
-            tokens, targets = np.zeros(SCORED_CHUNK + places, np.int32), np.zeros(SCORED_CHUNK, np.int32)
-            programs.prefill_scored(0, tokens, 1, targets, *programs.no_media(SCORED_CHUNK, media))
-        programs.warm_up_towers()
-        programs.decode(1, True)
-        programs.release(0)
-        programs.reset()
 
     def _count_compile(self, event: str, duration_secs: float, **_: str | int) -> None:
         # Other users of JAX in this process compile on their own threads.

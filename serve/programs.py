@@ -308,10 +308,10 @@ class Programs:
         ]
         for media in (False, True) if self._towers else (False,):
             for chunk in self.shapes.prefill_chunks:
-                arguments = (*core, slot, self._tokens(chunk), slot, flag, *self.no_media(chunk, media))
+                arguments = (*core, slot, self._tokens(chunk), slot, flag, *self._no_media(chunk, media))
                 jobs.append((self._name("prefill", chunk, media), self._prefill, (1, 2), arguments))
             targets = np.zeros(SCORED_CHUNK, np.int32)
-            arguments = (*core, slot, self._tokens(SCORED_CHUNK), slot, targets, *self.no_media(SCORED_CHUNK, media))
+            arguments = (*core, slot, self._tokens(SCORED_CHUNK), slot, targets, *self._no_media(SCORED_CHUNK, media))
             jobs.append((self._name("scored", SCORED_CHUNK, media), self._prefill_scored, (1, 2), arguments))
         for kind, shape in self._towers.items():
             for rows in BATCHES:
@@ -327,7 +327,7 @@ class Programs:
     def _tokens(self, chunk: int) -> np.ndarray:
         return np.zeros(chunk + self._num_drafts, np.int32)
 
-    def no_media(self, chunk: int, media: bool) -> tuple[MediaRows, ...]:
+    def _no_media(self, chunk: int, media: bool) -> tuple[MediaRows, ...]:
         """The last argument of a prefill of this chunk: no placeholders; or nothing, for the program without media."""
         if not media:
             return ()
@@ -416,8 +416,17 @@ class Programs:
         """Tower outputs [n, hidden_size] of n rows, on the host."""
         return in_batches(rows, lambda part: self._compiled[f"{kind} {len(part)}"](self._leaves, part))
 
-    def warm_up_towers(self) -> None:
-        """Runs each tower's programs once."""
+    def warm_up(self) -> None:
+        """Runs each program once, so that the first request pays for no lazy initialisation."""
+        self.admit(0, self.empty_admission())
+        for media in (False, True) if self._towers else (False,):
+            for chunk in self.shapes.prefill_chunks:
+                self.prefill(0, self._tokens(chunk), 1, True, *self._no_media(chunk, media))
+            targets = np.zeros(SCORED_CHUNK, np.int32)
+            self.prefill_scored(0, self._tokens(SCORED_CHUNK), 1, targets, *self._no_media(SCORED_CHUNK, media))
         for kind, shape in self._towers.items():
             for rows in BATCHES:
                 self.embed_media(kind, np.zeros((rows, *shape), np.float32 if kind == "image" else np.uint8))
+        self.decode(1, True)
+        self.release(0)
+        self.reset()

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from benchmarks import decode, prefill
-from benchmarks.full_size import MODELS
+from benchmarks.full_size import MODELS, abstract_model
 from modeling.flint.config import FlintConfig
 from modeling.flint.model import Flint
+from modeling.inkling.config import INKLING_SMALL, InklingConfig
 
 SMALL = FlintConfig(
     vocab_size=512,
@@ -48,6 +49,59 @@ def test_commands_print_one_json_line(weight_format, monkeypatch, capsys):
 def test_bytes_a_step_are_the_published_ones(weight_format, context, expected):
     model = Flint.abstract(FlintConfig(), weight_format=weight_format)
     assert decode.bytes_a_step(model, context, batch=1) == pytest.approx(expected, rel=1e-4)
+
+
+INKLING = InklingConfig(
+    vocab_size=256,
+    kept_vocab_size=250,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    swa_head_dim=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    vision=None,
+    audio=None,
+    image_token_id=None,
+    audio_token_id=None,
+    eos_token_ids=(),
+)
+
+
+def test_commands_run_inkling_with_drafts(monkeypatch, capsys):
+    monkeypatch.setitem(MODELS, "inkling-small", INKLING)
+    common = ["--model", "inkling-small", "--repeats", "2"]
+    assert decode.main([*common, "--context", "100", "--steps", "2", "--drafts", "2"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["drafts"] == 2
+    assert 0 < line["fraction_of_bandwidth"] < 1
+    assert prefill.main([*common, "--tokens", "128", "--chunk", "64"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 128
+    with pytest.raises(SystemExit):
+        decode.main(["--model", "flint", "--drafts", "1"])
+
+
+@pytest.mark.parametrize(
+    "config, weight_format, drafts, expected",
+    [  # weights of spec 9.2 and 9.4, the padded rows of the head included
+        (InklingConfig(), "nvfp4", 0, 48_862_216_404 + 11_870_208),
+        (InklingConfig(), "bf16", 0, 79_629_792_516 + 11_870_208),
+        (INKLING_SMALL, "nvfp4", 0, 13_874_093_044 + 7_913_472),
+        (INKLING_SMALL, "nvfp4", 8, 57.5e9),
+        (InklingConfig(), "nvfp4", 8, 170.6e9),
+    ],
+)
+def test_bytes_a_step_of_inkling_are_the_published_ones(config, weight_format, drafts, expected):
+    model = abstract_model(config, weight_format, drafts)
+    conv = sum(sum(layer.conv_channels) for layer in (*config.cache_layers, *config.draft_cache_layers[:drafts])) * 6
+    got = decode.bytes_a_step(model, context=0, batch=1, drafts=drafts) - conv
+    assert got == pytest.approx(expected, rel=1e-6 if not drafts else 5e-3)
 
 
 def test_flops_of_8192_tokens_are_the_published_ones():

@@ -16,6 +16,7 @@ from tiny import tiny_flint
 from modeling.cache import CacheShape
 from modeling.sampling import MAX_TOP_LOGPROBS, TopLogprobs
 from modeling.score import score
+from serve import engine as engine_module
 from serve import programs
 from serve.engine import Engine, EngineConfig
 from serve.logprobs import token_logprob
@@ -389,14 +390,14 @@ def test_a_reader_that_raises_disturbs_nobody(engine):
 
 def test_a_request_that_cannot_be_admitted_is_lost_alone(engine, monkeypatch):
     steady = submit(engine, Request("steady", prompt(9), GREEDY))
-    original = Engine._admission
+    original = engine_module.admission
 
-    def admission(self, sequence):
+    def admission(row, sequence, *rest):
         if sequence.request.request_id == "strange":
             raise OverflowError("out of bounds")
-        return original(self, sequence)
+        return original(row, sequence, *rest)
 
-    monkeypatch.setattr(Engine, "_admission", admission)
+    monkeypatch.setattr(engine_module, "admission", admission)
     assert until_finished(submit(engine, Request("strange", prompt(3), GREEDY)))[-1].finish_reason == "error"
     assert until_finished(steady)[-1].finish_reason == "length"
     assert engine.stats().kv_pages_used == 0
