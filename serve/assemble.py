@@ -61,6 +61,7 @@ def assemble(
     *,
     tokenizer: str | None = None,
     dtype: str = "auto",
+    text_only: bool = False,
     compilation_cache: str | None = None,
     progress: bool = True,
     **engine_options: Any,
@@ -72,6 +73,7 @@ def assemble(
         tokenizer: folder or repository of the tokenizer, and of the config, where the model comes without (a GGUF
             file by itself).
         dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
+        text_only: leave the model's vision and audio towers out.
         compilation_cache: folder that keeps compiled programs between starts; None means firesteel's own.
         engine_options: fields of `EngineConfig`; None leaves a default.
 
@@ -104,7 +106,13 @@ def assemble(
         check_sampling(SamplingParams(**defaults), text.vocab_size, num_eos=0)
     except (InvalidRequest, TypeError) as error:
         raise ValueError(f"generation_config.json of {folder} sets unusable defaults: {error}") from None
-    loaded = modeling.load(local, dtype=None if dtype == "auto" else dtype, config=config_source, progress=progress)
+    loaded = modeling.load(
+        local,
+        dtype=None if dtype == "auto" else dtype,
+        text_only=text_only,
+        config=config_source,
+        progress=progress,
+    )
     options = {name: value for name, value in engine_options.items() if value is not None}
     end_ids = generation.eos_token_ids + text.eos_token_ids
     engine = Engine(loaded, EngineConfig(**options, progress=progress), end_ids)

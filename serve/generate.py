@@ -55,7 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     messages.append({"role": "user", "content": [*args.media, text] if args.media else prompt})
     try:
         assembled = assemble(
-            args.model, tokenizer=args.tokenizer, dtype=args.dtype, max_model_len=args.max_model_len, num_slots=1
+            args.model,
+            tokenizer=args.tokenizer,
+            dtype=args.dtype,
+            text_only=not args.media,
+            max_model_len=args.max_model_len,
+            num_slots=1,
         )
         sampling = default_sampling(
             assembled,

@@ -39,6 +39,11 @@ class ServeConfig:
     takes vllm where it finds both."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type; auto is the checkpoint's."""
+    text_only: bool = False
+    """Leave out the towers for pictures and sound."""
+    num_draft_tokens: int | None = None
+    """Tokens to draft and check a step, at most the model's drafting depths; 0 for none. If left out, 4 or as many as
+    the model can."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; the model's own limit if left out."""
     num_slots: int = 8
@@ -111,6 +116,7 @@ def check(config: ServeConfig) -> None:
     ranges = {
         "port": (0, 65535),
         "max_model_len": (2, 2**31 - 1),
+        "num_draft_tokens": (0, 64),
         "num_slots": (1, 1024),
         "max_queue": (0, 1_000_000),
         "max_message_mb": (1, 2047),  # gRPC holds the limit in an int32 of bytes

@@ -90,6 +90,8 @@ def _load(config: ServeConfig, assemble: Assemble | None) -> Assembled:
         tokenizer=config.tokenizer,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
+        text_only=config.text_only,
+        num_draft_tokens=config.num_draft_tokens,
         num_slots=config.num_slots,
         max_queue=config.max_queue,
         compilation_cache=config.compilation_cache,
