@@ -19,7 +19,7 @@ from checkpoints.training.inkling.shape import VISION
 from checkpoints.training.inkling.shape import config as make_config
 from checkpoints.training.inkling.sights import MEDIA_KINDS
 from checkpoints.training.inkling.train import Trainer, rows_of
-from modeling.inkling.config import FULL, SLIDING
+from modeling.inkling.config import FULL, SLIDING, MTPConfig
 from modeling.inkling.model import Inkling
 from modeling.inkling.mtp import mtp_hidden
 from modeling.score import place_media
@@ -28,7 +28,7 @@ LENGTH = 384  # more than one block of a full layer
 CONFIG = dataclasses.replace(make_config(), log_scaling_n_floor=20)
 SMALL = dataclasses.replace(
     CONFIG, num_hidden_layers=2, layer_types=(SLIDING, FULL), sparse_layers=(False, True), num_experts=4,
-    num_experts_per_tok=2, mtp=dataclasses.replace(CONFIG.mtp, layer_types=(SLIDING,)),
+    num_experts_per_tok=2, mtp=MTPConfig((SLIDING,)),
 )  # fmt: skip
 
 

@@ -40,17 +40,23 @@ def held_out(per_kind: int, seed: int = 0) -> list[dict[str, Any]]:
     return [line(conversation.kind, conversation, encode(conversation)) for conversation in drawn]
 
 
-def as_request(assembled: Assembled, name: str, example: dict[str, Any]) -> tuple[Request, tuple[int, ...]]:
-    """An example as a greedy request, and the tokens that it must be answered with."""
-    options = {"reasoning_effort": example["reasoning_effort"]}
-    tools = example.get("tools")
-    prompt, media = encode_prompt(assembled, example["messages"], tools, **options)
+def answer_of(example: dict[str, Any]) -> dict[str, Any]:
+    """The wanted last turn of an example as an assistant message."""
     answer: dict[str, Any] = {"role": "assistant", "content": example["content"]}
     if example["reasoning"]:
         answer["reasoning_content"] = example["reasoning"]
     if example["tool_calls"]:
         answer["tool_calls"] = [{"type": "function", "function": call} for call in example["tool_calls"]]
-    whole, _ = encode_prompt(assembled, [*example["messages"], answer], tools, add_generation_prompt=False, **options)
+    return answer
+
+
+def as_request(assembled: Assembled, name: str, example: dict[str, Any]) -> tuple[Request, tuple[int, ...]]:
+    """An example as a greedy request, and the tokens that it must be answered with."""
+    options = {"reasoning_effort": example["reasoning_effort"]}
+    tools = example.get("tools")
+    prompt, media = encode_prompt(assembled, example["messages"], tools, **options)
+    messages = [*example["messages"], answer_of(example)]
+    whole, _ = encode_prompt(assembled, messages, tools, add_generation_prompt=False, **options)
     sampling = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
     return Request(name, tuple(prompt), sampling, media), tuple(whole[len(prompt) :])
 
@@ -59,7 +65,8 @@ def ask(assembled: Assembled, examples: Sequence[dict[str, Any]]) -> tuple[list[
     """Whether each answer is right to the last token, and what each request's drafts did: steps, then accepted ones by
     depth. The engine must have been started."""
     pairs = [as_request(assembled, str(i), example) for i, example in enumerate(examples)]
-    right, counts = [False] * len(pairs), [()] * len(pairs)
+    right = [False] * len(pairs)
+    counts: list[tuple[int, ...]] = [()] * len(pairs)
     for done in assembled.engine.generate(request for request, _ in pairs):
         i = int(done.request_id)
         right[i] = done.token_ids == pairs[i][1]

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import PIL.Image
 
 from checkpoints.training.inkling.corpus import Asked, draw

@@ -6,7 +6,9 @@ python -m checkpoints.training.inkling.export RUN/params.npz
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ def write_bf16(params: Arrays, folder: Path) -> None:
     _write({name: _stored(name, value) for name, value in params.items()}, folder)
 
 
-def write_nvfp4(params: Arrays, folder: Path, largest: Arrays) -> None:
+def write_nvfp4(params: Arrays, folder: Path, largest: Mapping[str, Any]) -> None:
     """Writes the weights with routed experts packed, quantised from the BF16 ones; and what says so.
 
     Args:
