@@ -54,7 +54,7 @@ def score(model: Model, tokens: np.ndarray, media: Media | None = None, *, mtp: 
         part = Media(*(array[i : i + rows] for array in media)) if media else None
         groups.append(_score_rows(model, tokens[i : i + rows], part, depths))
     columns = [np.concatenate(column) for column in zip(*groups, strict=True)]
-    return Scores(columns[0], [x[:, : tokens.shape[1] - 1 - n] for n, x in enumerate(columns[1:])])
+    return Scores(columns[0], [x[:, : max(0, tokens.shape[1] - 1 - n)] for n, x in enumerate(columns[1:])])
 
 
 @functools.lru_cache(maxsize=8)
@@ -129,10 +129,12 @@ def place_media(model: Model, tokens: np.ndarray, arrays: Mapping[str, np.ndarra
             with `audio_input_ids_mask` [clips, frames], whichever there are.
 
     Raises:
-        ValueError: the model has no such tower, or there are more or fewer rows than placeholders.
+        ValueError: the model has no such tower, rows of other shapes or values, or more or fewer rows than
+            placeholders.
     """
     from modeling.inkling.media import embed_media
     from modeling.inkling.model import Inkling
+    from modeling.inkling.towers import AudioTower
 
     if not isinstance(model, Inkling):
         raise ValueError("this model takes no media; leave --media out")
@@ -140,25 +142,38 @@ def place_media(model: Model, tokens: np.ndarray, arrays: Mapping[str, np.ndarra
     if "pixel_values" in arrays:
         rows["image"] = arrays["pixel_values"].astype(np.float32)
     if "audio_input_ids" in arrays:
-        bins = arrays["audio_input_ids"]
-        mask = arrays.get("audio_input_ids_mask", np.ones(bins.shape[:2]))
-        rows["audio"] = bins[mask.astype(bool)].astype(np.uint8)
+        rows["audio"] = _frames(arrays["audio_input_ids"], arrays.get("audio_input_ids_mask"))
     embeds = np.zeros((*tokens.shape, config.hidden_size), model.dtype)
     everywhere = np.zeros(tokens.shape, bool)
     for kind, token, tower in (
         ("image", config.image_token_id, model.vision),
         ("audio", config.audio_token_id, model.audio),
     ):
-        here = (tokens == token) & (tower is not None)
         count = len(rows.get(kind, ()))
-        if count and tower is None:
-            raise ValueError(f"the checkpoint has no {kind} tower, but --media holds {count} rows for one")
+        if tower is None:
+            if count:
+                raise ValueError(f"the checkpoint has no {kind} tower, but --media holds {count} rows for one")
+            continue
+        here = tokens == token
         if here.sum() != count:
             raise ValueError(f"{here.sum()} {kind} placeholders in --tokens, but {count} {kind} rows in --media")
-        if count:
-            embeds[here] = embed_media(model, kind, rows[kind])
-            everywhere |= here
+        if not count:
+            continue
+        if rows[kind].shape[1:] != tower.row:
+            raise ValueError(f"{kind} rows in --media must be {list(tower.row)}, not {list(rows[kind].shape[1:])}")
+        if isinstance(tower, AudioTower) and not 0 <= rows[kind].min() <= rows[kind].max() < tower.mel_vocab_size:
+            raise ValueError(f"audio_input_ids must be in 0..{tower.mel_vocab_size - 1}, the bins that the model has")
+        embeds[here] = embed_media(model, kind, rows[kind])
+        everywhere |= here
     return Media(embeds, everywhere)
+
+
+def _frames(bins: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """The frames [frames, mel_bins] of all clips that are not padding."""
+    mask = np.ones(bins.shape[:2]) if mask is None else mask
+    if mask.shape != bins.shape[:2]:
+        raise ValueError(f"audio_input_ids_mask must be {list(bins.shape[:2])}, not {list(mask.shape)}")
+    return bins[mask.astype(bool)]
 
 
 def read_media(path: Path) -> dict[str, np.ndarray]:
@@ -170,7 +185,7 @@ def read_media(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (ValueError, EOFError, OSError, AttributeError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:  # TypeError: of an .npy
         raise ValueError(f"{path} is not an .npz of arrays: {error}") from None
     dims = {"pixel_values": 5, "audio_input_ids": 3, "audio_input_ids_mask": 2}
     if unknown := sorted(arrays.keys() - dims.keys()):

@@ -145,7 +145,7 @@ class Oracle:
         if self.wrong == "taps reversed":
             weight = weight[:, ::-1]
         padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
-        y = sum(weight[:, i] * padded[i : i + len(x)] for i in range(taps))
+        y = np.sum([weight[:, i] * padded[i : i + len(x)] for i in range(taps)], axis=0)
         y = self.round_if("convolution rounded before its residual", y)
         if residual:
             y = x + y
@@ -323,7 +323,7 @@ class Oracle:
         mup = 1 if self.wrong == "no width multiplier" else self.c.logits_mup_width_multiplier
         return (hidden @ self.p["unembed.weight"][: self.c.kept_vocab_size].T) / mup
 
-    def depths(self, hidden, embeds):
+    def depths(self, hidden: np.ndarray, embeds: np.ndarray):
         """Logits of every depth from the trunk's hidden states and embeddings, [seq, hidden] each."""
         out, wrong, chain = [], self.wrong, "mtp.chain_norm.weight" in self.p
         for n, kind in enumerate(self.c.mtp.layer_types):

@@ -98,7 +98,7 @@ def test_router_dtype_can_be_chosen(tmp_path):
         (["{fixture}", "--tokens", "{negative}"], "0..511"),
         (["{fixture}", "--tokens", "{long}"], "context of 4096"),
         (["{fixture}", "--tokens", "{good}", "--mtp"], "no multi-token prediction"),
-        (["{fixture}", "--tokens", "{good}", "--media", "{good}"], "no media"),
+        (["{fixture}", "--tokens", "{good}", "--media", "{media}"], "no media"),
     ],
 )
 def test_unusable_input_is_one_sentence_and_exit_code_2(arguments, words, tmp_path, capsys):
@@ -113,7 +113,8 @@ def test_unusable_input_is_one_sentence_and_exit_code_2(arguments, words, tmp_pa
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
     (tmp_path / "text.npy").write_text("not an array")
-    places = {name: tmp_path / f"{name}.npy" for name in [*arrays, "text"]}
+    np.savez(tmp_path / "media.npz", pixel_values=np.zeros((1, 2, 8, 8, 3)))
+    places = {name: tmp_path / f"{name}.npy" for name in [*arrays, "text"]} | {"media": tmp_path / "media.npz"}
     places |= {"tmp": tmp_path, "fixture": FIXTURES / "flint-bf16"}
     code = main([a.format(**places) for a in arguments] + ["--out", str(tmp_path / "out.npz")])
     error = capsys.readouterr().err.strip().splitlines()[-1]
