@@ -92,7 +92,7 @@ def prefill_depths(
     Args:
         hidden: the trunk's final hidden states of the chunk [batch, chunk, hidden_size].
         embeds: its input embeddings [batch, chunk + depths, hidden_size], going that many tokens further. What is not
-            known yet may be anything: the rows that use it are run again by `draft`.
+            known yet may be any finite values: the rows that use them are run again by `draft`.
 
     Returns:
         Each depth's outputs, like `hidden`, and the updated cache.
