@@ -2,9 +2,9 @@
 
     python -m checkpoints.training.inkling.examples
 
-Every kind is drawn until the wanted number of conversations is found in which each token of the answer has at least
-90% in both formats, so that no backend's rounding changes what greedy decoding gives. Pictures are PNG and tones WAV
-files, in the parts that chat clients send.
+A conversation is taken if each token of its answer has at least 90% in both formats, so that no backend's rounding
+changes what greedy decoding gives; a kind in which fifty candidates have none is left out, and named. Pictures are PNG
+and tones WAV files, in the parts that chat clients send.
 """
 
 import base64
@@ -31,6 +31,7 @@ from checkpoints.training.questions import KINDS
 from serve.media.dmel import SAMPLE_RATE
 
 SURE = 0.9
+MOST_CANDIDATES = 50  # for a line of the list
 LENGTHS = (128, 384, 1024)
 
 
@@ -121,18 +122,20 @@ def line(label: str, conversation: Asked, item: Encoded) -> dict[str, Any]:
 
 def main() -> None:
     sure = [confidence(read(CHECKPOINT)), confidence(read(NVFP4_FOLDER))]
-    rng, lines, drawn = Random("examples"), [], 0
+    rng, lines, drawn, missing = Random("examples"), [], 0, []
     for label, candidate in wishes():
-        while True:
+        for _ in range(MOST_CANDIDATES):
             conversation = candidate(rng)
             item = encode(conversation)
             drawn += 1
             if all(lowest(item) >= SURE for lowest in sure):
+                lines.append(line(label, conversation, item))
                 break
-        lines.append(line(label, conversation, item))
+        else:
+            missing.append(label)
     text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in lines)
     (CHECKPOINT / "examples.jsonl").write_text(text)
-    print(f"{len(lines)} conversations of {drawn} drawn")
+    print(f"{len(lines)} conversations of {drawn} drawn; without a sure answer: {', '.join(missing) or 'none'}")
 
 
 if __name__ == "__main__":
