@@ -58,11 +58,10 @@ MTP_MISTAKES = (
     "embeddings without the trunk's norm",
     "embedding first",
     "embedding of the row's own token",
-    "chain norm for the head alone",
-    "chain norm for the next depth alone",
-    "no chain norm",
-    "width multiplier on the hidden state",
+    "embedding of two tokens on",
+    "trunk's norm before the head",
 )
+CHAIN_NORM_MISTAKES = ("chain norm for the head alone", "chain norm for the next depth alone", "no chain norm")
 # Every value is right but for where it is rounded: (mistake, part of a layer where it shows).
 ROUNDING_MISTAKES = (
     ("norm rounds before the weight", "attention"),
@@ -324,23 +323,22 @@ class Oracle:
         return (hidden @ self.p["unembed.weight"][: self.c.kept_vocab_size].T) / mup
 
     def depths(self, hidden: np.ndarray, embeds: np.ndarray):
-        """Logits of every depth from the trunk's hidden states and embeddings, [seq, hidden] each."""
+        """What every depth gives to the head, from the trunk's hidden states and embeddings, [seq, hidden] each."""
         out, wrong, chain = [], self.wrong, "mtp.chain_norm.weight" in self.p
         for n, kind in enumerate(self.c.mtp.layer_types):
             name, rows = f"mtp.layers.{n}", len(embeds) - 1 - n
-            ahead = n + (0 if wrong == "embedding of the row's own token" else 1)
-            if wrong == "width multiplier on the hidden state":
-                hidden = hidden / self.c.logits_mup_width_multiplier
+            ahead = n + {"embedding of the row's own token": 0, "embedding of two tokens on": 2}.get(wrong, 1)
             pair = [
                 self.norm(hidden[:rows], name + ".hidden_norm"),
-                self.norm(embeds[ahead : ahead + rows], name + ".embed_norm"),
+                self.norm(np.resize(embeds[ahead:], (rows, embeds.shape[1])), name + ".embed_norm"),
             ]
-            z = self.linear(
-                np.concatenate(pair[::-1] if wrong == "embedding first" else pair, -1), name + ".input_proj"
-            )
-            raw = self.layer(z, kind, name + ".block")
+            joined = np.concatenate(pair[::-1] if wrong == "embedding first" else pair, axis=-1)
+            raw = self.layer(self.linear(joined, name + ".input_proj"), kind, name + ".block")
             normed = self.norm(raw, "mtp.chain_norm") if chain and wrong != "no chain norm" else raw
-            out.append(self.logits(raw if wrong == "chain norm for the next depth alone" else normed))
+            if wrong == "trunk's norm before the head":
+                out.append(self.norm(raw, "norm"))
+            else:
+                out.append(raw if wrong == "chain norm for the next depth alone" else normed)
             hidden = raw if wrong == "chain norm for the head alone" else normed
         return out
 
