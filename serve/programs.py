@@ -306,13 +306,12 @@ class Programs:
             ("admit", self._admit, (0,), (self.state, slot, self.empty_admission())),
             ("decode", self._decode, (1, 2), (*core, np.int32(1), flag)),
         ]
-        for media in (False, True) if self._towers else (False,):
-            for chunk in self.shapes.prefill_chunks:
-                arguments = (*core, slot, self._tokens(chunk), slot, flag, *self._no_media(chunk, media))
-                jobs.append((self._name("prefill", chunk, media), self._prefill, (1, 2), arguments))
-            targets = np.zeros(SCORED_CHUNK, np.int32)
-            arguments = (*core, slot, self._tokens(SCORED_CHUNK), slot, targets, *self._no_media(SCORED_CHUNK, media))
-            jobs.append((self._name("scored", SCORED_CHUNK, media), self._prefill_scored, (1, 2), arguments))
+        for chunk in self.shapes.prefill_chunks:
+            arguments = (*core, slot, self._tokens(chunk), slot, flag, *self._media(chunk))
+            jobs.append((f"prefill {chunk}", self._prefill, (1, 2), arguments))
+        targets = np.zeros(SCORED_CHUNK, np.int32)
+        arguments = (*core, slot, self._tokens(SCORED_CHUNK), slot, targets, *self._media(SCORED_CHUNK))
+        jobs.append(("prefill scored", self._prefill_scored, (1, 2), arguments))
         for kind, shape in self._towers.items():
             for rows in BATCHES:
                 dtype = np.float32 if kind == "image" else np.uint8
@@ -320,17 +319,18 @@ class Programs:
                 jobs.append((f"{kind} {rows}", tower, (), (self._leaves, np.zeros((rows, *shape), dtype))))
         return jobs
 
-    @staticmethod
-    def _name(what: str, chunk: int, media: bool) -> str:
-        return f"{what} {chunk}{' with media' if media else ''}"
-
     def _tokens(self, chunk: int) -> np.ndarray:
         return np.zeros(chunk + self._num_drafts, np.int32)
 
-    def _no_media(self, chunk: int, media: bool) -> tuple[MediaRows, ...]:
-        """The last argument of a prefill of this chunk: no placeholders; or nothing, for the program without media."""
-        if not media:
+    def _media(self, chunk: int, media: MediaRows | None = None) -> tuple[MediaRows, ...]:
+        """A prefill's last argument, no placeholders for None; none at all in a model without towers.
+
+        One program a chunk length serves text and media: the rows to copy cost less than another program to compile.
+        """
+        if not self._towers:
             return ()
+        if media is not None:
+            return (media,)
         places = chunk + self._num_drafts
         embeds = np.zeros((places, self.config.hidden_size), self.dtype)
         return (MediaRows(embeds, np.zeros(places, bool)),)  # pyright: ignore[reportArgumentType]
@@ -375,7 +375,7 @@ class Programs:
                 there are none. media: tower outputs for the placeholders among these, in host memory.
         """
         chunk = len(tokens) - self._num_drafts
-        self.cache, self.state, token, logprobs = self._compiled[self._name("prefill", chunk, media is not None)](
+        self.cache, self.state, token, logprobs = self._compiled[f"prefill {chunk}"](
             self._leaves,
             self.cache,
             self.state,
@@ -383,7 +383,7 @@ class Programs:
             tokens,
             np.int32(length),
             np.bool_(is_last),
-            *(() if media is None else (media,)),
+            *self._media(chunk, media),
         )
         return (int(token), jax.device_get(logprobs)) if is_last else None
 
@@ -391,7 +391,7 @@ class Programs:
         self, slot: int, tokens: np.ndarray, length: int, targets: np.ndarray, media: MediaRows | None = None
     ) -> TopLogprobs:
         """As `prefill`, for SCORED_CHUNK tokens, and the log-probabilities of `targets` on the host."""
-        self.cache, self.state, logprobs = self._compiled[self._name("scored", SCORED_CHUNK, media is not None)](
+        self.cache, self.state, logprobs = self._compiled["prefill scored"](
             self._leaves,
             self.cache,
             self.state,
@@ -399,7 +399,7 @@ class Programs:
             tokens,
             np.int32(length),
             targets,
-            *(() if media is None else (media,)),
+            *self._media(SCORED_CHUNK, media),
         )
         return jax.device_get(logprobs)
 
@@ -419,11 +419,9 @@ class Programs:
     def warm_up(self) -> None:
         """Runs each program once, so that the first request pays for no lazy initialisation."""
         self.admit(0, self.empty_admission())
-        for media in (False, True) if self._towers else (False,):
-            for chunk in self.shapes.prefill_chunks:
-                self.prefill(0, self._tokens(chunk), 1, True, *self._no_media(chunk, media))
-            targets = np.zeros(SCORED_CHUNK, np.int32)
-            self.prefill_scored(0, self._tokens(SCORED_CHUNK), 1, targets, *self._no_media(SCORED_CHUNK, media))
+        for chunk in self.shapes.prefill_chunks:
+            self.prefill(0, self._tokens(chunk), 1, is_last=True)
+        self.prefill_scored(0, self._tokens(SCORED_CHUNK), 1, np.zeros(SCORED_CHUNK, np.int32))
         for kind, shape in self._towers.items():
             for rows in BATCHES:
                 self.embed_media(kind, np.zeros((rows, *shape), np.float32 if kind == "image" else np.uint8))
