@@ -1,15 +1,17 @@
 """Benchmarks run end to end on a few layers, and count work as published."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks import decode, prefill
+from benchmarks import decode, prefill, speculation
 from benchmarks.full_size import MODELS, abstract_model
 from modeling.flint.config import FlintConfig
 from modeling.flint.model import Flint
 from modeling.inkling.config import INKLING_SMALL, InklingConfig
 
+ROOT = Path(__file__).parents[2]
 SMALL = FlintConfig(
     vocab_size=512,
     hidden_size=128,
@@ -85,6 +87,17 @@ def test_commands_run_inkling_with_drafts(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == 128
     with pytest.raises(SystemExit):
         decode.main(["--model", "flint", "--drafts", "1"])
+
+
+def test_fr01_rates_with_drafts_of_the_embedded_checkpoint(capsys):
+    arguments = ["--model", str(ROOT / "checkpoints/inkling-tiny"), "--requests", "3", "--repeats", "1"]
+    assert speculation.main([*arguments, "--drafts", "2", "--max-tokens", "24"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    [run] = line["runs"]
+    assert run["num_draft_tokens"] == 2
+    assert 2 < run["tokens_per_step"] <= 3  # it was trained to draft
+    assert run["tokens_per_step"] == pytest.approx(1 + sum(run["accepted_by_depth"]), abs=2e-3)
+    assert line["answers_that_differ"] == 0
 
 
 @pytest.mark.parametrize(

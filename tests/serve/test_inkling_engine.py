@@ -207,6 +207,24 @@ def test_towers_run_once_for_what_was_seen_before(media_engine):
     assert len({one.token_ids for one in done}) == len(MEDIA)
 
 
+def test_fr05_prompt_logprobs_are_those_of_each_prefix(model, media_engine):
+    """Chunks, media and drafts included: the first place is empty, the others are the definition's."""
+    request = with_media(picture(20, 1, 5), length=70, seed=4)
+    request = dataclasses.replace(request, sampling=dataclasses.replace(GREEDY, prompt_logprobs=3))
+    done = next(iter(media_engine.generate([request])))
+    embeds, here = np.zeros((1, 70, 32), np.float32), np.zeros((1, 70), bool)
+    embeds[0, 5:25], here[0, 5:25] = embed_media(model, "image", request.media[0].rows), True
+    row = np.array([request.prompt_token_ids], np.int32)
+    logits = definition(model, row, MediaRows(jnp.asarray(embeds), jnp.asarray(here)))[0][0].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    logprobs -= logits.max(-1, keepdims=True)
+    assert done.prompt_logprobs[0] is None
+    for place, entry in enumerate(done.prompt_logprobs[1:]):
+        assert entry.token_id == request.prompt_token_ids[place + 1]
+        np.testing.assert_allclose(entry.logprob, logprobs[place, entry.token_id], atol=1e-4)
+        assert [i for i, _ in entry.top] == np.argsort(-logprobs[place], kind="stable")[:3].tolist()
+
+
 def test_pc01_another_picture_gives_another_answer(media_engine):
     a, b = (with_media(picture(40, seed, 5)) for seed in (1, 2))
     outs = [next(iter(media_engine.generate([request]))).token_ids for request in (a, b, a)]
