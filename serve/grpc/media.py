@@ -24,6 +24,7 @@ _KINDS: dict[int, Kind] = {
     common_pb2.IMAGE: "image",
     common_pb2.AUDIO: "audio",
 }
+_MOST_DIMS = 8  # of a tensor; multiplying millions of sizes would hold up the server
 _DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -74,7 +75,11 @@ def array(tensor: Any, name: str) -> np.ndarray:
     if tensor.WhichOneof("payload") != "inline":
         message = f"{name} is not in the message itself; send it inline (smg: --multimodal-tensor-transport inline)."
         raise InvalidRequest(message)
+    if len(tensor.shape) > _MOST_DIMS:
+        raise InvalidRequest(f"{name} has {len(tensor.shape)} dimensions; at most {_MOST_DIMS} are read.")
     dtype, shape = _DTYPES[tensor.dtype], tuple(tensor.shape)
+    if not all(shape):
+        raise InvalidRequest(f"{name} has no rows, or empty ones: its shape is {list(shape)}.")
     if len(tensor.inline) != math.prod(shape) * dtype.itemsize:
         raise InvalidRequest(f"{name} has {len(tensor.inline)} bytes, which is not a {tensor.dtype} array of {shape}.")
     return np.frombuffer(tensor.inline, dtype).reshape(shape)

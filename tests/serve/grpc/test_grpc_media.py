@@ -164,6 +164,14 @@ def of_type(dtype: str):
     return message
 
 
+def of_shape(*shape: int):
+    message = without("model_specific_tensors")
+    message.mm_inputs.items[0].encoder_input.shape[:] = shape
+    if not all(shape):
+        message.mm_inputs.items[0].encoder_input.inline = b""
+    return message
+
+
 def hashes(count: int):
     message = vllm([IMAGE], [("image", [patches(1)], [(0, 1)])])
     message.mm_inputs.mm_hashes.extend(["x"] * count)
@@ -230,6 +238,8 @@ def test_im09_counts_and_places_that_do_not_fit_are_refused(inkling, message, sa
         (cut_data(), "has 4 bytes, which is not a float32 array of (1, 2, 40, 40, 3)"),
         (elsewhere(), "--multimodal-tensor-transport inline"),
         (of_type("float64"), "dtype 'float64'"),
+        (of_shape(*[1] * 500_000, 4800), "has 500001 dimensions; at most 8"),
+        (of_shape(0, *[2**32 - 1] * 4), "has no rows, or empty ones"),
         (tokenspeed([IMAGE], [("image", patches(1)[..., :39, :], (0, 1))]), "reads [rows, 2, 40, 40, 3]"),
         (tokenspeed([IMAGE], [("image", NAN, (0, 1))]), "not finite"),
         (tokenspeed([AUDIO], [("audio", frames(1)[:, :79], (0, 1))]), "reads [rows, 80]"),
