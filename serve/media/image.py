@@ -19,7 +19,7 @@ MAX_PATCHES = 16_384  # 26 megapixels at 40 x 40; 630 MB of patches
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 BACKGROUND = (255, 255, 255)  # behind transparent pixels, as viewers show them
 _FILL = -1.0  # what is missing from the last patches, on the scale 0..255
-_EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+_EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 
 
 def image_patches(source: bytes | Path | Image, format: MediaFormat) -> np.ndarray:

@@ -127,8 +127,9 @@ def test_other_formats_and_the_first_frame_of_animations(format, tmp_path):
 
 
 def test_unknown_ranges_are_refused():
-    with pytest.raises(UnusableMedia, match="type F"):
-        image_patches(picture(9, 9, "L").convert("F"), FORMAT)
+    for mode in ("F", "La"):
+        with pytest.raises(UnusableMedia, match=f"type {mode}"):
+            image_patches(picture(9, 9, "LA").convert(mode), FORMAT)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (40, 1), (3, 5000), (5000, 3)])
