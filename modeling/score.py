@@ -10,7 +10,6 @@ import argparse
 import functools
 import signal
 import sys
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -161,8 +160,10 @@ def place_media(model: Model, tokens: np.ndarray, arrays: Mapping[str, np.ndarra
             continue
         if rows[kind].shape[1:] != tower.row:
             raise ValueError(f"{kind} rows in --media must be {list(tower.row)}, not {list(rows[kind].shape[1:])}")
-        if isinstance(tower, AudioTower) and not 0 <= rows[kind].min() <= rows[kind].max() < tower.mel_vocab_size:
+        if isinstance(tower, AudioTower) and not np.isin(rows[kind], np.arange(tower.mel_vocab_size)).all():
             raise ValueError(f"audio_input_ids must be in 0..{tower.mel_vocab_size - 1}, the bins that the model has")
+        if not np.isfinite(rows[kind]).all():
+            raise ValueError("pixel_values must be finite float32 numbers")
         embeds[here] = embed_media(model, kind, rows[kind])
         everywhere |= here
     return Media(embeds, everywhere)
@@ -185,12 +186,14 @@ def read_media(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:  # TypeError: of an .npy
+    except Exception as error:  # readers of archives raise whatever they stumble over
         raise ValueError(f"{path} is not an .npz of arrays: {error}") from None
     dims = {"pixel_values": 5, "audio_input_ids": 3, "audio_input_ids_mask": 2}
     if unknown := sorted(arrays.keys() - dims.keys()):
         raise ValueError(f"{path} may hold {', '.join(dims)}; not {', '.join(unknown)}")
     for name, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":  # a member may be any file
+            raise ValueError(f"{name} in {path} must be an array of numbers")
         if array.ndim != dims[name]:
             raise ValueError(f"{name} in {path} must have {dims[name]} dimensions, not {array.ndim}")
     return arrays
@@ -206,7 +209,7 @@ def read_tokens(path: Path) -> np.ndarray:
         tokens = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except (ValueError, EOFError, OSError, MemoryError, OverflowError, zipfile.BadZipFile) as error:
+    except Exception as error:  # readers of headers raise whatever they stumble over
         raise ValueError(f"{path} is not a .npy array: {error}") from None
     if not isinstance(tokens, np.ndarray) or tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
         raise ValueError(f"{path} must hold integer token ids, [batch, seq]")
@@ -221,6 +224,14 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, max_len: int) -> None:
         raise ValueError(f"token ids run from {tokens.min()} to {tokens.max()}; the model has 0..{vocab_size - 1}")
     if tokens.shape[1] > max_len:
         raise ValueError(f"rows of {tokens.shape[1]} tokens exceed the model's context of {max_len}")
+
+
+def check_no_placeholders(tokens: np.ndarray, config: Any) -> None:
+    """Raises ValueError where tokens stand for media, and there are none."""
+    for kind in ("image", "audio"):
+        token = getattr(config, f"{kind}_token_id", None)
+        if token is not None and (tokens == token).any():
+            raise ValueError(f"--tokens holds {kind} placeholders ({token}); give what they stand for with --media")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -254,6 +265,8 @@ def main(argv: list[str] | None = None) -> int:
         check_tokens(tokens, model.config.vocab_size, model.config.max_position_embeddings)
         if args.mtp and not model.num_mtp_layers:
             raise ValueError("the checkpoint has no multi-token prediction; leave --mtp out")
+        if arrays is None:
+            check_no_placeholders(tokens, model.config)
         media = None if arrays is None else place_media(model, tokens, arrays)
         scores = score(model, tokens, media, mtp=args.mtp)
         found = {"logits": scores.logits} | {f"mtp_logits_{n}": x for n, x in enumerate(scores.mtp_logits)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +136,19 @@ def changed(**changes):
         ("inkling-mm-bf16", {"audio_input_ids": np.full((1, 9, 80), 16)}, "must be in 0..15"),
         ("inkling-mm-bf16", {"audio_input_ids": np.full((1, 9, 80), -1)}, "must be in 0..15"),
         ("inkling-mm-bf16", {"audio_input_ids": np.full((1, 9, 80), np.nan)}, "must be in 0..15"),
+        ("inkling-mm-bf16", {"audio_input_ids": np.full((1, 9, 80), 2.5)}, "must be in 0..15"),
+        ("inkling-mm-bf16", {"pixel_values": np.full((6, 2, 8, 8, 3), np.inf)}, "finite float32 numbers"),
+        ("inkling-mm-bf16", {"pixel_values": np.full((6, 2, 8, 8, 3), 1e300)}, "finite float32 numbers"),
+        ("inkling-mm-bf16", {"pixel_values": np.full((6, 2, 8, 8, 3), "1")}, "pixel_values in"),
+        ("inkling-mm-bf16", {"pixel_values": np.ones((6, 2, 8, 8, 3), complex)}, "must be an array of numbers"),
+        ("inkling-mm-bf16", None, "give what they stand for with --media"),
     ],
 )
 def test_im09_what_does_not_fit_is_one_sentence_and_exit_code_2(name, media, words, tmp_path, capsys):
     np.save(tmp_path / "ids.npy", expected("inkling-mm-bf16")["ids"])
     arguments = [str(FIXTURES / name), "--tokens", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "out.npz")]
     if media is None:
-        arguments += ["--mtp"]
+        arguments += ["--mtp"] if name == "inkling-bf16" else []
     else:
         np.savez(tmp_path / "media.npz", allow_pickle=False, **changed(**media))
         arguments += ["--media", str(tmp_path / "media.npz")]
@@ -159,6 +167,36 @@ def test_media_of_another_format_are_one_sentence_and_exit_code_2(save, tmp_path
     paths = [argument if argument.startswith("--") else str(tmp_path / argument) for argument in arguments]
     assert main([str(FIXTURES / "inkling-mm-bf16"), *paths]) == 2
     assert "is not an .npz of arrays" in capsys.readouterr().err
+
+
+def damaged(content: bytes, seed: int) -> bytes:
+    """Some bytes changed, and for odd seeds the rest cut off."""
+    rng = np.random.default_rng(seed)
+    data = np.frombuffer(content, np.uint8).copy()[: rng.integers(1, len(content)) if seed % 2 else None]
+    data[rng.integers(0, min(len(data), 150), 4)] = rng.integers(0, 256, 4)
+    return data.tobytes()
+
+
+@pytest.mark.parametrize("save", [np.save, lambda file, ids: np.savez_compressed(file, pixel_values=ids)])
+def test_damaged_arrays_are_one_sentence(save, tmp_path):
+    """Readers of the formats raise errors of Python's tokenizer, of zlib and of zip among others."""
+    save(file := io.BytesIO(), np.random.default_rng(0).integers(0, 9, (4, 50)))
+    read = scoring.read_tokens if save is np.save else scoring.read_media
+    refused = 0
+    for seed in range(300):
+        (tmp_path / "damaged").write_bytes(damaged(file.getvalue(), seed))
+        try:
+            read(tmp_path / "damaged")
+        except ValueError as error:
+            refused += "damaged" in str(error)
+    assert refused > 200
+
+
+def test_a_member_that_is_no_array_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "media.npz", "w") as file:
+        file.writestr("pixel_values", b"no array")
+    with pytest.raises(ValueError, match="must be an array of numbers"):
+        scoring.read_media(tmp_path / "media.npz")
 
 
 def test_padding_frames_between_clips_take_no_placeholder():
