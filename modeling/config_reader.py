@@ -55,7 +55,7 @@ class ConfigReader:
                 self.fault(name, "is missing")
             return default
         key, value = next(iter(given.items()))
-        if any(other != value for other in given.values()):
+        if len(given) > 1 and given[alias] != value:
             self.fault(key, f"= {value!r:.60} and {alias} = {given[alias]!r:.60} disagree")
         numeric = kind in (int, float) and isinstance(value, bool)
         if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e30:

@@ -203,8 +203,8 @@ def _problems(c: InklingConfig):
         yield f"layer_types may hold {FULL!r} and {SLIDING!r}, not {', '.join(map(repr, unknown))}"
     if c.max_position_embeddings < 2:
         yield f"max_position_embeddings {c.max_position_embeddings} leaves no room for a prompt and an answer"
-    if c.log_scaling_n_floor is not None and c.log_scaling_n_floor < 1:
-        yield f"log_scaling_n_floor must be positive or null, not {c.log_scaling_n_floor}"
+    if c.log_scaling_n_floor is not None and not 1 <= c.log_scaling_n_floor < 1 << 31:
+        yield f"log_scaling_n_floor must be null or in 1..{(1 << 31) - 1}, not {c.log_scaling_n_floor:.3e}"
     for name in ("rms_norm_eps", "logits_mup_width_multiplier", "route_scale"):
         if not getattr(c, name) > 0:
             yield f"{name} must be positive, not {getattr(c, name)}"
@@ -212,12 +212,16 @@ def _problems(c: InklingConfig):
         yield f"vision_config must hold positive sizes, not {c.vision}"
     if c.audio and min(c.audio.num_mel_bins, c.audio.mel_vocab_size) < 1:
         yield f"audio_config must hold positive sizes, not {c.audio}"
+    if c.audio and c.audio.mel_vocab_size > 256:
+        yield f"mel_vocab_size {c.audio.mel_vocab_size} exceeds 256: bins are bytes"
     if c.audio and not c.audio.dmel_min_value < c.audio.dmel_max_value:
         yield f"dmel_min_value {c.audio.dmel_min_value} must be below dmel_max_value {c.audio.dmel_max_value}"
     for name in ("image_token_id", "audio_token_id"):
         value = getattr(c, name)
         if value is not None and not 0 <= value < c.vocab_size:
             yield f"{name} {value} is outside the vocabulary of {c.vocab_size}"
+    if c.image_token_id is not None and c.image_token_id == c.audio_token_id:
+        yield f"image_token_id and audio_token_id are both {c.image_token_id}; a placeholder stands for one of them"
 
 
 # Keys that change nothing at inference, or that say again what other keys say, in any block. Transformers gives both

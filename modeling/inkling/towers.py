@@ -75,7 +75,7 @@ def folds_of(config: VisionConfig, linears: tuple[tuple[int, int], ...]) -> tupl
     channels, size, folds = config.num_channels, config.patch_size, []
     for i, (out, width) in enumerate(linears):
         time = config.temporal_patch_size if i == len(linears) - 1 else 1
-        space = math.isqrt(width // (channels * time))
+        space = math.isqrt(width // (channels * time)) if channels else 0
         if space < 1 or channels * time * space * space != width or size % space:
             raise CheckpointError(
                 f"vision tower layer {i} takes {width} features, which is no square block of the {size} x {size} "

@@ -255,6 +255,10 @@ def test_optional_fields():
         (dict(audio_config__audio_mode="wave"), "audio_config.audio_mode"),
         (dict(audio_config__dmel_max_value=-8), "must be below dmel_max_value"),
         (dict(audio_config__mel_vocab_size=...), "audio_config.mel_vocab_size is missing"),
+        (dict(audio_config__mel_vocab_size=257), "mel_vocab_size 257 exceeds 256"),
+        (dict(log_scaling_n_floor=2**40), "log_scaling_n_floor must be null or in 1"),
+        (dict(d_rel=float("nan")), "text_config.d_rel must be an integer, not nan"),  # NaN differs from itself
+        (dict(top__image_token_id=7, top__audio_token_id=7), "image_token_id and audio_token_id are both 7"),
     ],
 )
 def test_faults_are_named(changes, words):

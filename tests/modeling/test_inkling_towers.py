@@ -111,6 +111,7 @@ def test_sizes_of_layers_tell_how_far_they_fold(config, linears, folds):
         (40, published_linears(64)[::-1], "layer 0 takes 9600 features"),
         (20, published_linears(64), "layer 2 takes 5120 features"),
         (80, published_linears(64), "leaves 2 x 2 positions"),
+        (4, ((0, 12), (64, 128), (32, 128)), "layer 1 takes 128 features"),  # of no channels
     ],
 )
 def test_layers_that_do_not_fold_a_patch_into_one_vector_are_refused(patch_size, linears, words):
