@@ -328,9 +328,8 @@ class Engine:
                     self._stop_ids(sequence.request.sampling),
                     self.vocab_size,
                 )
-            except Exception as error:  # on the host, before anything shared was touched: only this request is lost
-                log.exception("request %s could not be admitted", sequence.request.request_id)
-                self._end(sequence, self._last_output(sequence, "error", f"the request could not be admitted: {error}"))
+            except Exception as error:  # on the host, before anything shared was touched
+                self._lose(sequence, f"the request could not be admitted: {error}")
                 continue
             self._programs.admit(sequence.slot, row)
         prefill = self._scheduler.next_prefill()
@@ -358,7 +357,12 @@ class Engine:
             length = min(chunk, left)
         places = chunk + self.num_draft_tokens  # the drafting depths look that many tokens further
         tokens = _padded(prompt[start : start + places], places)
-        media = self._media_rows(sequence, start, places)
+        try:
+            media = self._media_rows(sequence, start, places)
+        except Exception as error:  # towers touch nothing that is shared
+            self._programs.release(sequence.slot)
+            self._lose(sequence, f"the pictures or sound could not be read: {error}")
+            return
         sequence.num_prefilled += length
         self._prompt_tokens_total += length
         if scored:
@@ -370,18 +374,13 @@ class Engine:
         first = self._programs.prefill(sequence.slot, tokens, length, not sequence.is_prefilling, media)
         if first:
             token, scores = first
-            sequence.media_outputs.clear()
             self._deliver(sequence, [token], lambda _: (scores, ()))
 
     def _media_rows(self, sequence: Sequence, start: int, length: int) -> MediaRows | None:
-        media = sequence.request.media
-        if not media:
-            return None
-        if not sequence.media_outputs:
-            sequence.media_outputs = [self._towers.outputs(item) for item in media]
-        return media_rows(
-            media, sequence.media_outputs, start, length, self._programs.config.hidden_size, self._programs.dtype
-        )
+        """Of these prompt tokens; towers run for a chunk at a time, so that other requests wait for no more."""
+        media = [m for m in sequence.request.media if m.offset < start + length and start < m.offset + len(m.rows)]
+        outputs = [self._towers.outputs(item) for item in media]
+        return media_rows(media, outputs, start, length, self._programs.config.hidden_size, self._programs.dtype)
 
     def _decode(self, decoding: list[Sequence], num_steps: int) -> None:
         wanted = any(s.request.sampling.logprobs is not None for s in decoding)
@@ -454,6 +453,11 @@ class Engine:
         for sequence in list(self._scheduler.running.values()):
             self._end(sequence, self._last_output(sequence, "error", sentence))
         self._programs.reset()
+
+    def _lose(self, sequence: Sequence, sentence: str) -> None:
+        """Ends one request with the exception at hand, which is its own alone."""
+        log.exception("request %s is lost", sequence.request.request_id)
+        self._end(sequence, self._last_output(sequence, "error", sentence))
 
     def _last_output(self, sequence: Sequence, reason: str, error: str | None = None) -> Output:
         return Output(

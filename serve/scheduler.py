@@ -6,8 +6,6 @@ import collections
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
-
 from modeling.cache import CacheShape, pages_for
 from serve.pages import PagePool
 from serve.request import Output, Request, TokenLogprob
@@ -24,7 +22,6 @@ class Sequence:
         num_prefilled: prompt tokens in the cache.
         num_output_tokens: tokens generated.
         prompt_logprobs: of the prompt tokens scored so far (the first has none).
-        media_outputs: tower outputs of its pictures and clips, while its prompt is on the way.
         speculation: how its drafts fared.
     """
 
@@ -37,7 +34,6 @@ class Sequence:
     num_prefilled: int = 0
     num_output_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=lambda: [None])
-    media_outputs: list[np.ndarray] = dataclasses.field(default_factory=list)
     speculation: SpeculationCount = dataclasses.field(default_factory=SpeculationCount)
 
     @property

@@ -225,6 +225,39 @@ def test_fr05_prompt_logprobs_are_those_of_each_prefix(model, media_engine):
         assert [i for i, _ in entry.top] == np.argsort(-logprobs[place], kind="stable")[:3].tolist()
 
 
+def test_towers_run_for_a_chunk_at_a_time(media_engine, monkeypatch):
+    """A prompt of many pictures must not keep the others waiting for all of them."""
+    seen, original = [], media_engine._programs.prefill
+
+    def prefill(*args):
+        seen.append(media_engine._towers.misses)
+        return original(*args)
+
+    monkeypatch.setattr(media_engine._programs, "prefill", prefill)
+    before = media_engine._towers.misses
+    pictures = with_media(*(picture(10, 100 + i, 16 * i) for i in range(6)), length=96)
+    assert next(iter(media_engine.generate([pictures]))).finish_reason == "length"
+    # Drafting looks two tokens further: at the next chunk's picture.
+    assert [count - before for count in seen] == [2, 3, 4, 5, 6, 6]
+
+
+def test_a_tower_that_fails_loses_its_request_alone(media_engine, monkeypatch):
+    def failing(kind, rows):
+        raise MemoryError("no room for patches")
+
+    text, pictured = Request("text", prompt(50), GREEDY), with_media(picture(20, 200, 30), length=60)
+    expected = next(iter(media_engine.generate([text]))).token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(media_engine._towers, "_embed", failing)
+        done = {one.request_id: one for one in media_engine.generate([text, pictured])}
+    lost = done[pictured.request_id]
+    assert (lost.finish_reason, lost.token_ids) == ("error", ())
+    assert lost.error == "the pictures or sound could not be read: no room for patches"
+    assert done["text"].token_ids == expected
+    assert media_engine.stats().kv_pages_used == 0
+    assert next(iter(media_engine.generate([pictured]))).finish_reason == "length"
+
+
 def test_pc01_another_picture_gives_another_answer(media_engine):
     a, b = (with_media(picture(40, seed, 5)) for seed in (1, 2))
     outs = [next(iter(media_engine.generate([request]))).token_ids for request in (a, b, a)]
