@@ -12,12 +12,11 @@ import pytest
 from flax import nnx
 from inkling_oracle import Oracle, bf, sigmoid
 from tiny import relative
-from tiny_inkling import CachedInkling, definition, random_tokens, tiny_inkling, tiny_inkling_config
+from tiny_inkling import CachedInkling, random_tokens, tiny_inkling, tiny_inkling_config
 
 from modeling.batch import MediaRows
 from modeling.inkling.config import FULL, SLIDING
 from modeling.inkling.layer import Attention, Step, log_scale
-from modeling.inkling.model import Inkling
 from modeling.layers.moe import SinkMoE
 from modeling.layers.sconv import ShortConv
 from modeling.parameters import parameter_names, random_parameters
@@ -179,7 +178,7 @@ def test_logits_are_not_rounded_before_the_selection():
     assert int(ids[0, 0]) == 9
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 33, 101])
+@pytest.mark.parametrize("tokens", [3, 101])
 @pytest.mark.parametrize("expert_format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_ways_to_run_experts_agree_whatever_is_padding(dtype, expert_format, tokens):
@@ -258,17 +257,13 @@ def test_sc06_token_by_token_is_bit_equal_to_one_pass():
 # Padding
 
 
-@functools.cache
-def small() -> Inkling:
-    return tiny_inkling(num_hidden_layers=2, layer_types=(SLIDING, FULL), sparse_layers=(True, True), num_mtp_layers=0)
-
-
 @pytest.mark.parametrize("lengths", [(5, 12, 1), (12, 0, 7)])
 def test_nan_in_padding_never_reaches_real_rows(lengths):
     """Not in the chunk at hand, nor in the next, which reads what this one left in pages and rings."""
-    model = small()
+    model = tiny_inkling(num_hidden_layers=2, layer_types=(SLIDING, FULL), sparse_layers=(True, True), num_mtp_layers=0)
     tokens = random_tokens(model, 3, 24)
-    truth, _ = definition(model, tokens)
+    oracle = Oracle(model.config, parameters(model), rounding=False)
+    truth = [oracle.logits(oracle.hidden(row)) for row in tokens]
     cached = CachedInkling(model, 3, 64, max_chunk=12)
     padding = jnp.asarray(np.arange(12) >= np.array(lengths)[:, None])
     nan = MediaRows(jnp.full((3, 12, model.config.hidden_size), jnp.nan), padding)
@@ -277,4 +272,4 @@ def test_nan_in_padding_never_reaches_real_rows(lengths):
     second = cached(np.stack([tokens[row, n : n + 12] for row, n in enumerate(lengths)]), media=nothing)
     for row, n in enumerate(lengths):
         assert np.isnan(first[row, n:]).all()
-        assert relative(np.concatenate([first[row, :n], second[row]]), truth[row, : n + 12]) < 1e-5
+        assert relative(np.concatenate([first[row, :n], second[row]]), truth[row][: n + 12]) < 1e-5

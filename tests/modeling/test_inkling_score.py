@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from inkling_oracle import Oracle
 from tiny import relative
-from tiny_inkling import CachedInkling, definition, random_tokens, tiny_inkling
+from tiny_inkling import CachedInkling, random_tokens, tiny_inkling
 
 import modeling
 from modeling import score as scoring
-from modeling.batch import MediaRows
 from modeling.inkling.config import FULL, MTPConfig
 from modeling.inkling.model import Inkling
+from modeling.parameters import parameter_names
 from modeling.score import Media, main, score
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -98,14 +98,20 @@ def test_chunks_do_not_matter_to_media_and_depths(monkeypatch):
     tokens = random_tokens(model, 2, 70)
     embeds = np.random.default_rng(1).standard_normal((2, 70, model.config.hidden_size)).astype(np.float32)
     here = (np.arange(70) > 40) & (np.arange(70) < 60) & np.array([[True], [False]])
-    truth, depths = definition(model, tokens, MediaRows(jnp.asarray(embeds), jnp.asarray(here)))
     found = score(model, tokens, Media(embeds, here), mtp=True)
-    for got, want in zip([found.logits, *found.mtp_logits], [truth, *depths], strict=True):
-        assert relative(got, want) <= 1e-5
+    leaves = zip(parameter_names(model), jax.tree.leaves(model), strict=True)
+    oracle = Oracle(model.config, {name: np.asarray(leaf, np.float64) for name, leaf in leaves}, rounding=False)
+    for row in range(2):
+        media = dict(zip(np.flatnonzero(here[row]), embeds[row][here[row]], strict=True))
+        hidden = oracle.hidden(tokens[row], media)
+        truth = [hidden, *oracle.depths(hidden, oracle.embedded(tokens[row], media))]
+        for got, want in zip([found.logits, *found.mtp_logits], truth, strict=True):
+            assert relative(got[row], oracle.logits(want)) <= 1e-5
 
 
 def test_depths_have_no_rows_where_there_is_nothing_to_predict():
-    model = tiny_inkling(**SHORT)
+    one_layer: dict[str, Any] = SHORT | dict(num_hidden_layers=1, layer_types=(FULL,), sparse_layers=(False,))
+    model = tiny_inkling(**one_layer)
     assert [x.shape[1] for x in score(model, random_tokens(model, 1, 2), mtp=True).mtp_logits] == [1, 0, 0]
 
 
