@@ -8,27 +8,25 @@ and tones WAV files, in the parts that chat clients send.
 """
 
 import base64
-import io
 import json
-import wave
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import PIL.Image
 
 from checkpoints.training.inkling.corpus import Asked, draw
 from checkpoints.training.inkling.export import NVFP4_FOLDER, Arrays, read
 from checkpoints.training.inkling.forward import forward, logits_of
 from checkpoints.training.inkling.pack import pack
+from checkpoints.training.inkling.pictures import png
 from checkpoints.training.inkling.render import Encoded, encode
 from checkpoints.training.inkling.shape import config as make_config
 from checkpoints.training.inkling.tokenizer import CHECKPOINT
+from checkpoints.training.inkling.tones import wav
 from checkpoints.training.inkling.train import rows_of
 from checkpoints.training.questions import KINDS
-from serve.media.dmel import SAMPLE_RATE
 
 SURE = 0.9
 MOST_CANDIDATES = 50  # for a line of the list
@@ -97,17 +95,11 @@ def as_sent(part: dict[str, Any]) -> dict[str, Any]:
     """A content part as a chat client sends it."""
     if part["type"] == "text":
         return part
-    file = io.BytesIO()
     if part["type"] == "image":
-        PIL.Image.fromarray(part["image"]).save(file, "PNG", optimize=True)
-        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        url = f"data:image/png;base64,{base64.b64encode(png(part['image'])).decode()}"
         return {"type": "image_url", "image_url": {"url": url}}
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(1)
-        writer.setsampwidth(2)
-        writer.setframerate(SAMPLE_RATE)
-        writer.writeframes(part["audio"].astype("<i2").tobytes())
-    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}}
+    data = base64.b64encode(wav(part["audio"])).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
 def line(label: str, conversation: Asked, item: Encoded) -> dict[str, Any]:

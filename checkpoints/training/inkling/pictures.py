@@ -1,9 +1,11 @@
 """Small synthetic pictures: one shape of one colour on a background of another."""
 
+import io
 from dataclasses import dataclass
 from random import Random
 
 import numpy as np
+import PIL.Image
 
 COLOURS = {
     "red": (210, 30, 35), "green": (35, 150, 50), "blue": (35, 65, 205), "yellow": (240, 220, 40),
@@ -59,3 +61,10 @@ def mask(shape: str, width: int, height: int, x: float, y: float, radius: float)
 
 def _shade(rng: Random, colour: str) -> np.ndarray:
     return np.array([value + rng.uniform(-JITTER, JITTER) for value in COLOURS[colour]])
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Pixels as a PNG file."""
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG", optimize=True)
+    return file.getvalue()

@@ -1,5 +1,7 @@
 """Short synthetic tones: one note of the scale in several octaves and timbres, with noise."""
 
+import io
+import wave
 from dataclasses import dataclass
 from random import Random
 
@@ -51,3 +53,14 @@ def draw_tone(rng: Random) -> Tone:
 def waveform(samples: np.ndarray) -> np.ndarray:
     """int16 samples as sound files are decoded: float32, full scale 1."""
     return samples.astype(np.float32) / 32768
+
+
+def wav(samples: np.ndarray) -> bytes:
+    """int16 samples as a WAV file."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(SAMPLE_RATE)
+        writer.writeframes(samples.astype("<i2").tobytes())
+    return file.getvalue()
