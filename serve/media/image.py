@@ -78,6 +78,8 @@ def _open(source: bytes | Path | Image, format: MediaFormat) -> Image:
         return PIL.ImageOps.exif_transpose(image)
     except UnusableMedia:
         raise
+    except PIL.Image.DecompressionBombError:  # before there is an image whose size could be checked
+        raise UnusableMedia("The image has far too many pixels to be used. Make it smaller.") from None
     except PIL.UnidentifiedImageError:
         message = f"The image is empty, broken, or none of {', '.join(FORMATS)}; send one of these."
         raise UnusableMedia(message) from None

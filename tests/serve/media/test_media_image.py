@@ -157,7 +157,7 @@ def bomb(width: int, height: int) -> bytes:
 def test_im04_claimed_sizes_are_refused_before_allocation(size):
     data = bomb(*size)
     tracemalloc.start()
-    with pytest.raises(UnusableMedia, match=r"smaller|bomb"):
+    with pytest.raises(UnusableMedia, match="Make it smaller"):
         image_patches(data, FORMAT)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
