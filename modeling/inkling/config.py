@@ -393,7 +393,7 @@ def _read_mtp(top: ConfigReader, text: ConfigReader, trunk: dict[str, Any]) -> M
 def _mtp_fields(reader: ConfigReader, count: str, local: str, alias: str = "") -> MTPConfig | None:
     n = reader.size(count, 0, alias, limit=MAX_LAYERS)
     post_norm = reader.field("chain_hidden_post_norm", bool, False)
-    sliding = reader.indices(local, n) or []
+    sliding = reader.indices(local, MAX_LAYERS) or []  # a file cut to fewer depths may keep the pattern of all
     return MTPConfig(tuple(SLIDING if i in sliding else FULL for i in range(n)), post_norm) if n > 0 else None
 
 

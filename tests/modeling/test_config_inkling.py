@@ -166,6 +166,8 @@ def test_ck16_drafting_depths_in_every_place():
     assert read("mtp", mtp_config__num_nextn_predict_layers=..., mtp_config__n_layers=4).mtp == expected
     assert read("mtp", top__mtp_config=...).mtp is None
     assert read("mtp", mtp_config__num_nextn_predict_layers=0, mtp_config__local_layer_ids=[]).mtp is None
+    cut = read("mtp", mtp_config__num_nextn_predict_layers=1)  # the list still names depth 2
+    assert cut.mtp == MTPConfig((SLIDING,))
     with pytest.raises(CheckpointError, match="disagree"):
         read("mtp", **flat | dict(num_mtp_layers=3))
 
