@@ -36,20 +36,19 @@ class TowerCache:
     """Least recently used outputs in host memory. One thread may use it.
 
     Attributes:
-        hits, misses: lookups so far.
+        misses: outputs that had to be computed so far.
     """
 
     def __init__(self, embed: EmbedMedia, max_bytes: int):
         self._embed, self._max_bytes = embed, max_bytes
         self._outputs: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
         self._bytes = 0
-        self.hits = self.misses = 0
+        self.misses = 0
 
     def outputs(self, media: Media) -> np.ndarray:
         """Tower outputs [rows, hidden_size] of one picture or clip."""
         key = media.content_hash
         if key in self._outputs:
-            self.hits += 1
             self._outputs.move_to_end(key)
             return self._outputs[key]
         self.misses += 1
@@ -68,13 +67,15 @@ def media_rows(
     """What replaces the embeddings of prompt tokens start .. start + length - 1; None where nothing does.
 
     Args:
-        outputs: tower outputs [rows, hidden_size] of each of `media`.
+        media: those with a placeholder among these tokens.
+        outputs: tower outputs [rows, hidden_size] of each of them.
     """
+    if not media:
+        return None
     embeds = np.zeros((length, hidden_size), dtype)
     here = np.zeros(length, bool)
     for item, rows in zip(media, outputs, strict=True):
         first, last = max(item.offset, start), min(item.offset + len(rows), start + length)
-        if first < last:
-            embeds[first - start : last - start] = rows[first - item.offset : last - item.offset]
-            here[first - start : last - start] = True
-    return MediaRows(embeds, here) if here.any() else None  # pyright: ignore[reportArgumentType]
+        embeds[first - start : last - start] = rows[first - item.offset : last - item.offset]
+        here[first - start : last - start] = True
+    return MediaRows(embeds, here)  # pyright: ignore[reportArgumentType]

@@ -123,7 +123,7 @@ class Programs:
     def __init__(self, model: Model, shapes: Shapes):
         self.config, self.dtype, self.shapes = model.config, model.dtype, shapes
         self._num_drafts = shapes.cache.num_drafts
-        self._towers = {kind: shape for kind, shape in tower_rows(model).items() if shape}
+        self._towers = tower_rows(model)
         self._leaves, self._treedef = jax.tree.flatten(model)
         self._compiled: dict[str, Callable[..., Any]] = {}
         self.cache: Cache | None = None

@@ -84,6 +84,11 @@ class Media:
     offset: int
 
     @functools.cached_property
+    def is_finite(self) -> bool:
+        """Whether all values are numbers and none infinite."""
+        return bool(np.isfinite(self.rows).all())
+
+    @functools.cached_property
     def content_hash(self) -> str:
         """Names the content wherever it is placed; SHA-256 in hex."""
         digest = hashlib.sha256(f"{self.kind} {self.rows.dtype} {self.rows.shape} ".encode())

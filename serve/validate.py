@@ -42,7 +42,7 @@ def check_media(request: Request, placeholders: Mapping[str, Placeholder]) -> No
             raise InvalidRequest(f"{what}: rows must be {'float32' if place.bins is None else 'uint8'}")
         if place.bins is not None and item.rows.max() >= place.bins:
             raise InvalidRequest(f"{what}: bins must be 0..{place.bins - 1}, not {item.rows.max()}")
-        if place.bins is None and not np.isfinite(item.rows).all():
+        if place.bins is None and not item.is_finite:
             raise InvalidRequest(f"{what}: rows must be finite numbers")
         if item.offset < end:
             raise InvalidRequest(f"{what} begins at token {item.offset}, before the medium ahead of it ends")

@@ -105,8 +105,8 @@ def placed(
     if any(entry.span is not None for entry in inputs):
         prompt, items = _with_own_placeholders(prompt, inputs, items, format)
     media = place(prompt, items, format.image_token_id, format.audio_token_id)
-    for item in media:
-        item.content_hash  # noqa: B018  computed here, not in the engine's thread
+    for item in media:  # computed here: not on the event loop, and not in the engine's thread
+        item.is_finite, item.content_hash  # noqa: B018
     return tuple(prompt), media
 
 
