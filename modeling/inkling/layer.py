@@ -118,18 +118,16 @@ def convolve(
     return y, cache._replace(conv=rings._replace(**{stream: ring}))
 
 
-class DenseMLP(nnx.Module):
+class DenseMLP(SwiGLU):
     """SwiGLU times a scalar, which multiplies the rounded product (spec 3.5)."""
 
     def __init__(self, config: InklingConfig):
-        mlp = SwiGLU(config.hidden_size, config.intermediate_size, "bf16")
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        super().__init__(config.hidden_size, config.intermediate_size, "bf16")
         self.output_scale = nnx.Param(jnp.zeros(1, jnp.bfloat16))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., hidden_size] -> [..., hidden_size]."""
-        gate, up = self.gate_proj(x).astype(jnp.float32), self.up_proj(x).astype(jnp.float32)
-        y = self.down_proj(rounded(jax.nn.silu(gate) * up, x.dtype))
+        y = super().__call__(x)
         return rounded(y.astype(jnp.float32) * self.output_scale[...].astype(jnp.float32), x.dtype)
 
 

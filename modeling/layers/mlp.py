@@ -1,4 +1,4 @@
-"""SwiGLU MLP of the dense layers and of the shared expert."""
+"""SwiGLU MLP of dense layers and of Flint's shared expert."""
 
 from __future__ import annotations
 
