@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
     parser.add_argument("--model", default="checkpoints/inkling-tiny", help="folder or hub repository id")
     parser.add_argument("--prompts", type=Path, help="JSONL of {messages: [...]} (default: the model's examples.jsonl)")
-    parser.add_argument("--drafts", type=int, nargs="+", help="draft lengths; by default 0 and all the model can")
+    parser.add_argument("--drafts", type=int, nargs="+", help="draft lengths (default: 0 and the engine's own)")
     parser.add_argument("--requests", type=int, default=32, help="most prompts")
     parser.add_argument("--num-slots", type=int, default=1, help="sequences at once")
     parser.add_argument("--max-tokens", type=int, default=200, help="most tokens an answer")

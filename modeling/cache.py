@@ -223,7 +223,8 @@ def write_ring(ring: jax.Array, slots: jax.Array, rows: jax.Array, starts: jax.A
 def snapshot_conv(cache: Cache, slot: jax.Array, length: jax.Array, taps: int) -> list[jax.Array]:
     """The short convolutions' state of one slot [] after `length` [] tokens: `taps` rows a ring, [taps, channels].
 
-    Together with the pages before `length`, this is all that a sequence sharing the prefix needs.
+    Together with the pages before `length`, this is all that a sequence sharing the prefix needs, but for drafts: the
+    depths' last rows before `length` have read tokens after it, which the other sequence does not share.
     """
     positions = (length - taps + jnp.arange(taps))[None]
     return [read_ring(ring, slot[None], positions)[0] for ring in _conv_rings(cache)]

@@ -5,8 +5,8 @@
 * A relative bias (Inkling): `rel[t, h, distance]` is added to the scaled score of the key that many positions back.
   Keys beyond its extent are seen with bias zero. It is not multiplied by the attention scale either.
 
-Rounding follows the reference's decode kernel: float32 scores, probabilities
-rounded for the product with the values, their sum taken before that rounding.
+Rounding follows the reference's decode kernel: float32 scores, probabilities rounded for the product with the values,
+their sum taken before that rounding.
 """
 
 from __future__ import annotations
