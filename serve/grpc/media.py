@@ -106,7 +106,8 @@ def placed(
         prompt, items = _with_own_placeholders(prompt, inputs, items, format)
     media = place(prompt, items, format.image_token_id, format.audio_token_id)
     for item in media:  # computed here: not on the event loop, and not in the engine's thread
-        item.is_finite, item.content_hash  # noqa: B018
+        item.is_finite  # noqa: B018
+        item.content_hash  # noqa: B018
     return tuple(prompt), media
 
 
