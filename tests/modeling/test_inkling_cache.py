@@ -137,11 +137,11 @@ def test_sc01_a_prefix_hit_restores_everything(shared):
     assert relative(logits[1], truth[0, shared : shared + 32]) < BOUND
 
 
-@settings(max_examples=12, deadline=None)
+@pytest.mark.parametrize("drafts", [3, 8])
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_sp04_rollback_after_any_number_of_accepted_drafts(data):
+def test_sp04_rollback_after_any_number_of_accepted_drafts(drafts, data):
     """Steps of K + 1 rows of which a + 1 stay, for each row its own a: KV, convolutions and logits are a cold run's."""
-    drafts = 3
     cached = CachedInkling(MODEL, 3, 96, max_chunk=8, num_drafts=drafts)
     cached(TOKENS[:, :8], [8, 5, 1])
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
