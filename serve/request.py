@@ -25,6 +25,7 @@ class EngineClosed(RuntimeError):
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 16
+LARGEST_PIXEL = 1e6  # normalised; a tower's arithmetic overflows on numbers that are finite but immense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Media:
 
     @functools.cached_property
     def is_finite(self) -> bool:
-        """Whether all values are numbers and none infinite."""
-        return bool(np.isfinite(self.rows).all())
+        """Whether all values are numbers, and none beyond LARGEST_PIXEL."""
+        return bool(-LARGEST_PIXEL <= self.rows.min() <= self.rows.max() <= LARGEST_PIXEL)  # a NaN is the least of all
 
     @functools.cached_property
     def content_hash(self) -> str:
@@ -121,7 +122,7 @@ class TokenLogprob:
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """How a request's drafts fared so far; all zero without speculation.
+    """How a request's drafts fared so far; without speculation `num_steps` alone counts.
 
     Attributes:
         num_steps: decode steps; each gives one token and the accepted drafts.
