@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 
 import numpy as np
 
-from serve.request import MAX_LOGPROBS, MAX_STOP_TOKENS, InvalidRequest, Request, SamplingParams
+from serve.request import LARGEST_PIXEL, MAX_LOGPROBS, MAX_STOP_TOKENS, InvalidRequest, Request, SamplingParams
 
 MAX_LOGIT_BIAS = 512  # entries
 FLOAT32_MAX = 3.4028235e38
@@ -43,7 +43,7 @@ def check_media(request: Request, placeholders: Mapping[str, Placeholder]) -> No
         if place.bins is not None and item.rows.max() >= place.bins:
             raise InvalidRequest(f"{what}: bins must be 0..{place.bins - 1}, not {item.rows.max()}")
         if place.bins is None and not item.is_finite:
-            raise InvalidRequest(f"{what}: rows must be finite numbers")
+            raise InvalidRequest(f"{what}: rows must be normalised pixels, finite and at most {LARGEST_PIXEL:g}")
         if item.offset < end:
             raise InvalidRequest(f"{what} begins at token {item.offset}, before the medium ahead of it ends")
         end = item.offset + len(item.rows)

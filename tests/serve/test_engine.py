@@ -506,3 +506,5 @@ def test_sa08_infinite_logprobs_are_floored():
     scores = TopLogprobs(np.float32(-np.inf), np.array([0.0, -np.inf], np.float32), np.array([3, 4], np.int32))
     entry = token_logprob(4, scores, (), 2)
     assert (entry.logprob, entry.top) == (-9999.0, ((3, 0.0), (4, -9999.0)))
+    absent = token_logprob(900, scores._replace(chosen=np.float32(np.nan)), (), 0)  # a token without a logit
+    assert absent.logprob == -9999.0

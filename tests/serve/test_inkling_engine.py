@@ -287,6 +287,10 @@ def test_pc01_another_picture_gives_another_answer(media_engine):
             lambda r: dataclasses.replace(r, media=(Media("image", np.full((40, 2, 4, 4, 3), np.nan, np.float32), 5),)),
             "finite",
         ),
+        "too large": (
+            lambda r: dataclasses.replace(r, media=(Media("image", np.full((40, 2, 4, 4, 3), 3e38, np.float32), 5),)),
+            "at most 1e",
+        ),
         "bins out of range": (
             lambda r: with_media(Media("audio", np.full((4, 8), 4, np.uint8), 5)),
             r"bins must be 0\.\.3",
