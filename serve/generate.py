@@ -33,6 +33,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--max-tokens", type=int, help="most tokens to generate, thinking included")
     parser.add_argument("--max-model-len", type=int, help="context length (default: the model's limit)")
+    parser.add_argument(
+        "--num-draft-tokens", type=int, help="tokens to draft a step; 0 for none (default: 4 if it can)"
+    )
     return parser.parse_args(argv)
 
 
@@ -47,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     from serve.assemble import assemble  # imports JAX, so not before the arguments are known to be good
-    from serve.chat import default_sampling, stream_chat
+    from serve.chat import default_sampling, encode_prompt, stream_chat
 
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     messages = [{"role": "system", "content": args.system}] if args.system else []
@@ -60,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             dtype=args.dtype,
             text_only=not args.media,
             max_model_len=args.max_model_len,
+            num_draft_tokens=args.num_draft_tokens,
             num_slots=1,
         )
         sampling = default_sampling(
@@ -70,9 +74,10 @@ def main(argv: list[str] | None = None) -> int:
             seed=args.seed,
             max_tokens=args.max_tokens,
         )
+        options = {"enable_thinking": not args.no_thinking, "reasoning_effort": args.effort}
+        encode_prompt(assembled, messages, **options)  # what cannot be read is refused before anything is compiled
         with assembled.engine:
             thought = False
-            options = {"enable_thinking": not args.no_thinking, "reasoning_effort": args.effort}
             for delta in stream_chat(assembled, messages, **options, sampling=sampling):
                 if thought and not delta.reasoning:
                     print(file=sys.stderr, flush=True)  # between thinking and answer, wherever both are shown
@@ -89,12 +94,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def image_part(file: str) -> dict[str, Any]:
     """A file as a part of a message, as `serve.media.content.load_media` takes it."""
-    return {"type": "image", "image": Path(file)}
+    return {"type": "image", "image": existing(file)}
 
 
 def audio_part(file: str) -> dict[str, Any]:
     """Likewise, a clip."""
-    return {"type": "audio", "audio": Path(file)}
+    return {"type": "audio", "audio": existing(file)}
+
+
+def existing(file: str) -> Path:
+    """The path, if it is a file's."""
+    if not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"{file} is not a file")
+    return Path(file)
 
 
 def show(delta) -> None:

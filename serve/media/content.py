@@ -114,7 +114,9 @@ def _source(value: Any, allow_files: bool) -> Any:
     if value.lower().startswith(("http://", "https://")):
         raise UnusableMedia("Nothing is fetched from the network; download the file and send it as a data: URL.")
     if not allow_files:
-        raise UnusableMedia("Files of this machine may not be read here; send the content as a data: URL.")
+        raise UnusableMedia(
+            "Files are not read by URL here; send the content as a data: URL, or in Python give a Path."
+        )
     return Path(urllib.request.url2pathname(urllib.parse.urlsplit(value).path) if scheme == "file:" else value)
 
 
