@@ -36,7 +36,7 @@ def cache_shape(
         raise ValueError(
             f"the KV cache may take {budget / 2**30:.2f} GiB, but one sequence of {max_model_len} tokens beside the "
             f"windows of {num_slots} slots needs {(fixed + wanted.max_pages * page) / 2**30:.2f} GiB; "
-            "lower max_model_len or num_slots"
+            "lower max_model_len, num_slots or num_draft_tokens"
         )
     return dataclasses.replace(wanted, num_full_pages=fitting)
 

@@ -126,6 +126,7 @@ class Programs:
         self._towers = tower_rows(model)
         self._leaves, self._treedef = jax.tree.flatten(model)
         self._compiled: dict[str, Callable[..., Any]] = {}
+        self._no_media: dict[int, MediaRows] = {}  # by chunk length
         self.cache: Cache | None = None
         self.state: SlotState | None = None
         self.reset()
@@ -325,15 +326,17 @@ class Programs:
     def _media(self, chunk: int, media: MediaRows | None = None) -> tuple[MediaRows, ...]:
         """A prefill's last argument, no placeholders for None; none at all in a model without towers.
 
-        One program a chunk length serves text and media: the rows to copy cost less than another program to compile.
+        One program a chunk length serves text and media; the rows of text, all zero, stay on the device.
         """
         if not self._towers:
             return ()
         if media is not None:
             return (media,)
-        places = chunk + self._num_drafts
-        embeds = np.zeros((places, self.config.hidden_size), self.dtype)
-        return (MediaRows(embeds, np.zeros(places, bool)),)  # pyright: ignore[reportArgumentType]
+        if chunk not in self._no_media:
+            places = chunk + self._num_drafts
+            embeds = jnp.zeros((places, self.config.hidden_size), self.dtype)
+            self._no_media[chunk] = MediaRows(embeds, jnp.zeros(places, bool))
+        return (self._no_media[chunk],)
 
     def empty_admission(self) -> Admission:
         """An admission of neutral, greedy values and no pages, for the caller to `_replace`."""

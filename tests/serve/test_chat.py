@@ -66,6 +66,7 @@ def test_a_terminal_without_the_characters_still_shows_the_answer(monkeypatch):
     deltas = [Delta(content="né \ud800"), Delta(tool_calls=(ToolCallDelta(0, "c", "f", '{"x": "\\ud800é"}'),))]
     model = types.SimpleNamespace(engine=contextlib.nullcontext(), generation_config={})
     monkeypatch.setattr(assemble, "assemble", lambda *_, **__: model)
+    monkeypatch.setattr(chat, "encode_prompt", lambda *_, **__: ([], ()))
     monkeypatch.setattr(chat, "stream_chat", lambda *_, **__: deltas)
     terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -171,10 +172,14 @@ def test_tk01_an_unknown_effort_never_reaches_the_engine(inkling):
     assert not model.engine.submitted
 
 
-def test_the_command_line_passes_media_in_order_and_the_effort(monkeypatch):
+def test_the_command_line_passes_media_in_order_and_the_effort(monkeypatch, tmp_path):
     asked = []
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.png", "b.wav", "c.png"):
+        Path(name).touch()
     model = types.SimpleNamespace(engine=contextlib.nullcontext(), generation_config={})
     monkeypatch.setattr(assemble, "assemble", lambda *_, **__: model)
+    monkeypatch.setattr(chat, "encode_prompt", lambda *_, **__: ([], ()))
     monkeypatch.setattr(chat, "stream_chat", lambda *args, **options: asked.append((args[1], options)) or [])
     assert generate.main(["--image", "a.png", "--audio", "b.wav", "--image", "c.png", "--effort", "0.35", "hello"]) == 0
     assert generate.main(["hello"]) == 0
@@ -183,3 +188,20 @@ def test_the_command_line_passes_media_in_order_and_the_effort(monkeypatch):
     assert [part.get(part["type"]) for part in parts] == [Path("a.png"), Path("b.wav"), Path("c.png"), "hello"]
     assert (options["reasoning_effort"], default["reasoning_effort"]) == ("0.35", None)
     assert plain == [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize("media, started", [("absent.png", False), ("broken.png", True)])
+def test_im05_the_command_line_refuses_files_before_anything_is_compiled(inkling, media, started, monkeypatch, capsys):
+    """An absent file with the arguments, a broken one with the tokenizer at hand; the engine never starts."""
+    model = scripted(inkling, ANSWER, 1, MediaFormat(image_token_id=300, audio_token_id=301))
+    monkeypatch.setattr(assemble, "assemble", lambda *_, **__: model)
+    file = inkling.source.parent / media
+    if started:
+        file.write_text("no picture")
+        assert generate.main(["--image", str(file), "what?"]) == 2
+    else:
+        with pytest.raises(SystemExit) as stop:
+            generate.main(["--image", str(file), "what?"])
+        assert stop.value.code == 2
+    assert ("broken" if started else "absent.png is not a file") in capsys.readouterr().err
+    assert not model.engine.submitted
