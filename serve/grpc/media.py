@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import grpc
@@ -24,6 +25,7 @@ _KINDS: dict[int, Kind] = {
     common_pb2.IMAGE: "image",
     common_pb2.AUDIO: "audio",
 }
+MOST_ITEMS = 1024  # of a request; a small message may name millions
 _MOST_DIMS = 8  # of a tensor; multiplying millions of sizes would hold up the server
 _DTYPES = {
     "float32": np.dtype(np.float32),
@@ -55,6 +57,14 @@ class MediaInput:
     first: int = 0
     count: int | None = None
     span: tuple[int, int] | None = None
+
+
+def counted(inputs: Iterable[MediaInput]) -> tuple[MediaInput, ...]:
+    """Raises InvalidRequest where there are too many, and reads no more than these."""
+    items = tuple(itertools.islice(inputs, MOST_ITEMS + 1))
+    if len(items) > MOST_ITEMS:
+        raise InvalidRequest(f"A request may have {MOST_ITEMS} pictures and clips; send fewer.")
+    return items
 
 
 def kind_of(modality: int) -> Kind:

@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as pb
 from serve.grpc import info
 from serve.grpc.choice import Piece
 from serve.grpc.errors import Refusal, with_status
-from serve.grpc.media import TEXT_ONLY, MediaInput, kind_of
+from serve.grpc.media import TEXT_ONLY, MediaInput, counted, kind_of
 from serve.grpc.messages import response_fields
 from serve.grpc.sampling import MAX_OUTPUTS, Wanted, refuse_constraint
 from serve.grpc.service import Ask
@@ -62,7 +62,7 @@ class TokenSpeedServicer(Servicer, tokenspeed_scheduler_pb2_grpc.TokenSpeedSched
             fields = response_fields(piece, pb, piece.num_output_tokens)  # a chunk counts all so far in this protocol
             await context.write(pb.GenerateResponse(request_id=request.request_id, **fields))
 
-        ask = Ask(request.request_id, prompt, sampling, wanted, request.stream, tuple(_media(request)))
+        ask = Ask(request.request_id, prompt, sampling, wanted, request.stream, counted(_media(request)))
         await self._service.generate(ask, send)
 
     @with_status

@@ -21,14 +21,13 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from serve.grpc import info
 from serve.grpc.choice import Piece
 from serve.grpc.errors import Refusal, refused, with_status
-from serve.grpc.media import TEXT_ONLY, MediaInput, array, kind_of
+from serve.grpc.media import MOST_ITEMS, TEXT_ONLY, MediaInput, array, counted, kind_of
 from serve.grpc.messages import response_fields, top_logprobs
 from serve.grpc.sampling import request_sampling
 from serve.grpc.service import Ask
 from serve.grpc.servicer import Servicer
 from serve.request import InvalidRequest, TokenLogprob
 
-_MOST_ITEMS = 1024  # of one batch
 _SIZES = "tokens_per_item"
 
 
@@ -45,7 +44,7 @@ class VllmEngineServicer(Servicer, vllm_engine_pb2_grpc.VllmEngineServicer):
         self._loaded()
         assembled = self._service.accepting()
         _refuse_unsupported(request)
-        media = tuple(_media(request))
+        media = counted(_media(request))
         if media and assembled.media_format is None:
             raise Refusal(grpc.StatusCode.UNIMPLEMENTED, TEXT_ONLY)
         sampling, wanted = request_sampling(request, assembled.generation_config)
@@ -145,9 +144,11 @@ def _sizes(batch: pb.MultimodalInputs, rows: int) -> list[int]:
     name = next(iter(batch.flat_keys.values()), _SIZES)
     if name in batch.model_specific_tensors:
         sizes = array(batch.model_specific_tensors[name], name).ravel().astype(np.int64)
-        if len(sizes) > _MOST_ITEMS or (sizes < 1).any():
-            raise InvalidRequest(f"{name} must give each of at most {_MOST_ITEMS} items one row or more.")
+        if len(sizes) > MOST_ITEMS or (sizes < 1).any():
+            raise InvalidRequest(f"{name} must give each of at most {MOST_ITEMS} items one row or more.")
         return sizes.tolist()
+    if len(batch.mm_placeholders) > MOST_ITEMS:
+        raise InvalidRequest(f"There are {len(batch.mm_placeholders)} mm_placeholders; at most {MOST_ITEMS} are read.")
     lengths = [place.length for place in batch.mm_placeholders]
     if lengths and sum(lengths) == rows + len(lengths):  # each counts the token that opens the item
         return [length - 1 for length in lengths]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from grpc_harness import Harness
-from media_messages import fill, frames, patches, tokenspeed, vllm
+from media_messages import MODALITIES, fill, frames, patches, tokenspeed, vllm
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc
 
 from serve.media.format import MediaFormat
@@ -254,6 +254,36 @@ def test_im09_counts_and_places_that_do_not_fit_are_refused(inkling, message, sa
 def test_im05_tensors_that_cannot_be_used_are_refused(inkling, message, says):
     error = refused(inkling, message)
     assert error.code() is Status.INVALID_ARGUMENT and says in error.details()
+
+
+def many_places():
+    message = vllm([IMAGE], [("image", [patches(1)], [(0, 1)])])
+    message.mm_inputs.model_specific_tensors.clear()
+    message.mm_inputs.pixel_values.shape[0] = 100_000
+    del message.mm_inputs.mm_placeholders[:]
+    for _ in range(100_000):
+        message.mm_inputs.mm_placeholders.add(offset=0, length=1)
+    return message
+
+
+def many_items():
+    message = tokenspeed([IMAGE], [("image", patches(1), (0, 1))])
+    for _ in range(100_000):
+        message.mm_inputs.items.add(modality=MODALITIES["image"]).encoder_input.dtype = "uint8"
+    return message
+
+
+def many_batches():
+    message = vllm([IMAGE], [("image", [patches(1)], [(0, 1)])])
+    for _ in range(100_000):
+        message.extra_mm_inputs.add().pixel_values.shape.append(1)
+    return message
+
+
+@pytest.mark.parametrize("message", [many_places, many_items, many_batches])
+def test_small_messages_that_name_very_many_media_are_refused(inkling, message):
+    error = refused(inkling, message())
+    assert error.code() is Status.INVALID_ARGUMENT and "1024" in error.details()
 
 
 def test_a_model_without_sound_says_so(serving):
