@@ -83,7 +83,7 @@ def load_media(
         if isinstance(content, list):
             parts = list(content)
             for j, part in enumerate(parts):
-                if isinstance(part, Mapping) and part.get("type") in _PARTS:
+                if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _PARTS:
                     try:
                         parts[j] = load(part)
                     except UnusableMedia as error:

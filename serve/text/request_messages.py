@@ -68,7 +68,13 @@ def normalised(message: Message, *, join_text: bool) -> dict[str, Any]:
 
 def has_media(messages: Sequence[Message]) -> bool:
     """Whether a picture or clip is among the parts, loaded or not."""
-    return any(isinstance(part, Mapping) and part.get("type") in MEDIA_TYPES for part in _parts(messages))
+    return any(_type(part) in MEDIA_TYPES for part in _parts(messages))
+
+
+def _type(part: Any) -> str | None:
+    """The type of a part, where it is a name: JSON may hold a list there."""
+    found = part.get("type") if isinstance(part, Mapping) else None
+    return found if isinstance(found, str) else None
 
 
 def _parts(messages: Sequence[Message]) -> Iterator[Any]:
@@ -86,7 +92,7 @@ def media_parts(messages: Sequence[Message]) -> list[tuple[str, int]]:
     """
     found = []
     for part in _parts(messages):
-        if isinstance(part, Mapping) and "num_tokens" in part and part.get("type") in MEDIA_TYPES:
+        if _type(part) in MEDIA_TYPES and "num_tokens" in part:
             count = part["num_tokens"]
             if type(count) is not int or count < 1:
                 raise InvalidRequest(f"a part of type {part['type']} has {count!r} tokens; it must have at least 1")

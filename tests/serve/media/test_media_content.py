@@ -13,6 +13,7 @@ from serve.media.errors import UnusableMedia
 from serve.media.format import MediaFormat
 from serve.media.image import image_patches
 from serve.media.place import place, placeholder_runs
+from serve.text.request_messages import has_media, media_parts
 
 PNG, WAV = image_file(picture()), sound_file(sound(0.2))
 
@@ -86,6 +87,13 @@ def test_files_only_where_they_are_allowed(tmp_path):
 def test_im05_parts_that_cannot_be_read_are_named_by_their_place(part, says):
     with pytest.raises(UnusableMedia, match=rf"^messages\[1\].content\[2\]: .*{says}"):
         load_media([{"role": "system", "content": "x"}, *user(text("a"), text("b"), part)], FORMAT, max_tokens=99)
+
+
+def test_a_type_that_is_no_name_is_left_to_the_template():
+    messages = user({"type": ["image"], "image": PNG, "num_tokens": 3}, {"type": {}, "audio": WAV}, text("a"))
+    assert not has_media(messages)
+    assert media_parts(messages) == []
+    assert load_media(messages, FORMAT, max_tokens=99) == (messages, ())
 
 
 def test_a_model_without_a_tower_says_so():
