@@ -91,7 +91,9 @@ class Engine:
 
     def __init__(self, model: Model, config: EngineConfig = EngineConfig(), eos_token_ids: Iterable[int] = ()):
         limit = model.config.max_position_embeddings
-        self.max_model_len = min(config.max_model_len or limit, limit)
+        self.max_model_len = limit if config.max_model_len is None else min(config.max_model_len, limit)
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, a prompt and an answer, not {config.max_model_len}")
         self.vocab_size = model.config.kept_vocab_size
         self.num_draft_tokens = num_draft_tokens(model, config.num_draft_tokens)
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *model.config.eos_token_ids)))
@@ -322,12 +324,8 @@ class Engine:
         """Admits what fits, runs one prompt chunk, then lets every decoding slot generate a few tokens."""
         while sequence := self._scheduler.admit_next():
             try:
-                row = admission(
-                    self._programs.empty_admission(),
-                    sequence,
-                    self._stop_ids(sequence.request.sampling),
-                    self.vocab_size,
-                )
+                stop_ids = self._stop_ids(sequence.request.sampling)
+                row = admission(self._programs.empty_admission(), sequence, stop_ids, self.vocab_size)
             except Exception as error:  # on the host, before anything shared was touched
                 self._lose(sequence, f"the request could not be admitted: {error}")
                 continue

@@ -409,6 +409,12 @@ def test_end_ids_outside_the_vocabulary_are_refused(model):
             Engine(model, CONFIG, eos_token_ids=(bad,))
 
 
+def test_a_context_without_room_for_an_answer_is_refused(model):
+    for length in (1, 0, -5):
+        with pytest.raises(ValueError, match=f"max_model_len must be at least 2.*{length}"):
+            Engine(model, dataclasses.replace(CONFIG, max_model_len=length))
+
+
 def test_queue_limit_and_duplicate_ids(engine):
     accepted = []
 
