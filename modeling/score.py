@@ -139,7 +139,8 @@ def place_media(model: Model, tokens: np.ndarray, arrays: Mapping[str, np.ndarra
         raise ValueError("this model takes no media; leave --media out")
     config, rows = model.config, {}
     if "pixel_values" in arrays:
-        rows["image"] = arrays["pixel_values"].astype(np.float32)
+        with np.errstate(over="ignore"):  # what becomes infinite is refused below
+            rows["image"] = arrays["pixel_values"].astype(np.float32)
     if "audio_input_ids" in arrays:
         rows["audio"] = _frames(arrays["audio_input_ids"], arrays.get("audio_input_ids_mask"))
     embeds = np.zeros((*tokens.shape, config.hidden_size), model.dtype)
