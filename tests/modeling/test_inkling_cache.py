@@ -38,7 +38,7 @@ def test_sc03_any_chunk_size_equals_one_pass(size):
     assert relative(cached.in_chunks(TOKENS, split(96, [size])), TRUTH) < BOUND
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(sizes=st.lists(st.sampled_from([1, 2, 7, 16, 33]), min_size=1, max_size=4))
 def test_mixed_chunks_equal_one_pass(sizes):
     cached = CachedInkling(MODEL, 3, 96, max_chunk=33)  # one shape of cache, so that five programs serve all
