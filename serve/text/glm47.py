@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from serve.text.detokenize import Piece
-from serve.text.markers import MarkerSet, marker_set
+from serve.text.markers import MarkerSet, marker_set, scan
 from serve.text.message import Delta, ParsedMessage, ToolCallDelta, collect, merge, new_call_id
 from serve.text.tool_arguments import to_json, typed_arguments
 from serve.text.tool_choice import allowed_names, tool_schemas
@@ -165,17 +165,12 @@ class Glm47Parser:
 
     def _scan(self, final: bool = False) -> None:
         """Works through the text that has arrived, up to what may be the beginning of a marker."""
-        start = 0
-        while True:
-            end, marker = self._markers().search(self._text, start, final)
-            if end > start:
-                self._on_text(self._text[start:end])
-            if marker is None:
-                break
-            start = end + len(marker)
+
+        def on_marker(marker: str) -> None:
             if marker in self._transitions[self._state]:
                 self._on_marker(marker)
-        self._text = self._text[end:]
+
+        self._text = scan(self._text, self._markers, self._on_text, on_marker, final)
 
     def _markers(self) -> MarkerSet:
         """What is looked for in text: tags with a meaning in this state, and control tokens to remove."""

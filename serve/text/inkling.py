@@ -29,7 +29,7 @@ from typing import Any
 
 from serve.text.detokenize import Piece
 from serve.text.inkling_tokens import CALL, END_MESSAGE, END_TURN, KINDS, MODEL, ROLES, THINKING
-from serve.text.markers import MarkerSet, marker_set
+from serve.text.markers import MarkerSet, marker_set, scan
 from serve.text.message import Delta, ParsedMessage, ToolCallDelta, collect, merge, new_call_id
 from serve.text.tool_arguments import to_json
 from serve.text.tool_choice import allowed_names, tool_schemas
@@ -126,16 +126,7 @@ class InklingParser:
 
     def _scan(self, final: bool = False) -> None:
         """Works through the text that has arrived, up to what may be the beginning of a marker."""
-        start = 0
-        while True:
-            end, marker = self._markers().search(self._unsure, start, final)
-            if end > start:
-                self._on_text(self._unsure[start:end])
-            if marker is None:
-                break
-            start = end + len(marker)
-            self._on_control(marker)
-        self._unsure = self._unsure[end:]
+        self._unsure = scan(self._unsure, self._markers, self._on_text, self._on_control, final)
 
     def _markers(self) -> MarkerSet:
         return marker_set(*(self._controls if self._state in _BETWEEN else _ENDS))

@@ -54,3 +54,30 @@ class MarkerSet:
 def marker_set(*markers: str) -> MarkerSet:
     """The `MarkerSet` of these strings, made once."""
     return MarkerSet(markers)
+
+
+def scan(
+    text: str,
+    markers: Callable[[], MarkerSet],
+    on_text: Callable[[str], None],
+    on_marker: Callable[[str], None],
+    final: bool,
+) -> str:
+    """Hands `text` over in order, plain parts and markers, up to what may be the beginning of a marker.
+
+    Args:
+        markers: those looked for now; asked again after each one, which may have changed them.
+        final: no more text follows, so that nothing is held back.
+
+    Returns:
+        The end of `text` that was not handed over.
+    """
+    start = 0
+    while True:
+        end, marker = markers().search(text, start, final)
+        if end > start:
+            on_text(text[start:end])
+        if marker is None:
+            return text[end:]
+        start = end + len(marker)
+        on_marker(marker)
