@@ -111,27 +111,40 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, mask: jax
     return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 
 
-def sliding(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, segments: jax.Array, window: int) -> jax.Array:
-    """Sliding-window attention block by block: a block of queries sees its own and the previous block of keys."""
-    batch, length = segments.shape
-    size = max(64, -(-window // 64) * 64)
-    size = size if length % size == 0 else length
-    blocks = length // size
+class WindowBlocks:
+    """Packed rows cut for sliding-window attention: a block of queries sees its own and the previous block of keys.
 
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(batch, blocks, size, *x.shape[2:])
+    Attributes:
+        size: tokens of a block, at least the window where a row divides into such blocks.
+        mask: [batch, blocks, size, 2 * size], the keys that are near and of the same conversation.
+    """
 
-    def with_previous(x: jax.Array) -> jax.Array:
-        x = split(x)
+    def __init__(self, segments: jax.Array, window: int):
+        length = segments.shape[1]
+        size = max(64, -(-window // 64) * 64)
+        self.size = size = size if length % size == 0 else length
+        distance = (np.arange(size)[:, None] + size) - np.arange(2 * size)[None, :]
+        near = jnp.asarray((distance >= 0) & (distance < window))
+        # The keys before the first block are padding: their segment must equal nobody's.
+        same = self.split(segments)[..., :, None] + 1 == self.with_previous(segments + 1)[..., None, :]
+        self.mask = near & same
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """x [batch, length, ...] -> [batch, blocks, size, ...]."""
+        return x.reshape(x.shape[0], -1, self.size, *x.shape[2:])
+
+    def with_previous(self, x: jax.Array) -> jax.Array:
+        """x [batch, length, ...] -> [batch, blocks, 2 * size, ...], zeros before the first block."""
+        x = self.split(x)
         before = jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))[:, :-1]
         return jnp.concatenate([before, x], 2)
 
-    distance = (np.arange(size)[:, None] + size) - np.arange(2 * size)[None, :]
-    near = jnp.asarray((distance >= 0) & (distance < window))
-    # The keys before the first block are padding: their segment must equal nobody's.
-    mask = near & (split(segments)[..., :, None] + 1 == with_previous(segments + 1)[..., None, :])
-    out = attend(split(q), with_previous(k), with_previous(v), sinks, mask)
-    return out.reshape(batch, length, *out.shape[3:])
+
+def sliding(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, segments: jax.Array, window: int) -> jax.Array:
+    """Sliding-window attention block by block: a block of queries sees its own and the previous block of keys."""
+    blocks = WindowBlocks(segments, window)
+    out = attend(blocks.split(q), blocks.with_previous(k), blocks.with_previous(v), sinks, blocks.mask)
+    return out.reshape(*segments.shape, *out.shape[3:])
 
 
 def is_among_largest(logits: jax.Array, count: int) -> jax.Array:

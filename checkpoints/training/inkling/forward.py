@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.training.forward import is_among_largest, rms_norm
+from checkpoints.training.forward import WindowBlocks, is_among_largest, rms_norm
 from checkpoints.training.nvfp4 import round_trip
 from modeling.inkling.config import SLIDING, InklingConfig
 from modeling.inkling.towers import fold
@@ -364,23 +364,9 @@ def _full(q: jax.Array, k: jax.Array, v: jax.Array, rel: jax.Array, segments: ja
 
 def _sliding(q: jax.Array, k: jax.Array, v: jax.Array, rel: jax.Array, segments: jax.Array, window: int) -> jax.Array:
     """Sliding-window attention: a block of queries sees its own and the previous block of keys."""
-    batch, length = segments.shape
-    size = max(64, -(-window // 64) * 64)
-    size = size if length % size == 0 else length
-    blocks = length // size
-
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(batch, blocks, size, *x.shape[2:])
-
-    def with_previous(x: jax.Array) -> jax.Array:
-        x = split(x)
-        before = jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))[:, :-1]
-        return jnp.concatenate([before, x], 2)
-
-    distance = (np.arange(size)[:, None] + size) - np.arange(2 * size)[None, :]
-    near = jnp.asarray((distance >= 0) & (distance < window))
-    # The keys before the first block are padding: their segment must equal nobody's.
-    mask = near & (split(segments)[..., :, None] + 1 == with_previous(segments + 1)[..., None, :])
-    rel = rel.reshape(batch, rel.shape[1], blocks, size, -1).swapaxes(1, 2)
-    out = _attend(split(q), with_previous(k), with_previous(v), shear(rel, size, 2 * size), mask)
-    return out.reshape(batch, length, *out.shape[3:])
+    blocks = WindowBlocks(segments, window)
+    size = blocks.size
+    rel = rel.reshape(*rel.shape[:2], -1, size, rel.shape[-1]).swapaxes(1, 2)
+    bias = shear(rel, size, 2 * size)
+    out = _attend(blocks.split(q), blocks.with_previous(k), blocks.with_previous(v), bias, blocks.mask)
+    return out.reshape(*segments.shape, *out.shape[3:])
