@@ -43,7 +43,7 @@ def random_parameters[Model: nnx.Module](abstract: Model, seed: int) -> Model:
 def _random_leaf(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
     shape, dtype = leaf.shape, leaf.dtype
     if name.endswith("codes"):
-        return jax.random.bits(key, shape, jnp.uint8)
+        return jax.random.bits(key, shape, dtype)
     if name.endswith("scales"):  # E4M3 bytes of values between 0.25 and 2
         return jax.random.randint(key, shape, 0x28, 0x40).astype(jnp.uint8)
     if name.endswith("global_scale"):

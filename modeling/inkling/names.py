@@ -179,7 +179,8 @@ def _experts(
     name = prefix + getattr(spelling, part).format(tensor)
     if part != "global_scale":
         types = ("U8",) if part == "codes" else ("F8_E4M3",)
-        return OnDisk((Piece(name, shape if row is None else _doubled(shape)),), types, row)
+        in_bytes = (*shape[:-1], 2 * shape[-1]) if part == "codes" else shape  # of codes a leaf holds 16-bit words
+        return OnDisk((Piece(name, in_bytes if row is None else _doubled(in_bytes)),), types, row)
     # One a stack on disk, for gate and up alike; some writers give it trailing axes of 1.
     found = tensors[name].shape if name in tensors else shape
     flat = found[: len(shape)] == shape and all(size == 1 for size in found[len(shape) :])

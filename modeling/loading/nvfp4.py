@@ -27,7 +27,7 @@ def repack(blocks: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> bool:
 
     Args:
         blocks: uint8 [n * 36], as on disk.
-        codes: uint8 [n * 32], written: two columns a byte, the even one in the low nibble.
+        codes: uint16 [n * 16], written: four columns a word, the first in the lowest bits.
         scales: uint8 [n * 4], written: E4M3 bytes with bit 7 cleared and 0x7F (zero in GGUF, NaN in E4M3) as 0.
 
     Returns:
@@ -38,7 +38,7 @@ def repack(blocks: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> bool:
         last = first + _SLICE
         words = blocks[36 * first : 36 * last].view("<u4").reshape(-1, BLOCK_BYTES // 4)
         unusable |= _repack_scales(words[:, 0], scales[4 * first : 4 * last])
-        _repack_codes(words[:, 1:], codes[32 * first : 32 * last])
+        _repack_codes(words[:, 1:], codes[16 * first : 16 * last])
     return unusable
 
 

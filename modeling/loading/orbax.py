@@ -24,13 +24,13 @@ from modeling.config import read_json
 from modeling.errors import CheckpointError
 from modeling.loading import gguf
 from modeling.loading.faults import Faults
-from modeling.loading.plan import Plan, leaf_dtype, make_abstract
+from modeling.loading.plan import Plan, is_packed, leaf_dtype, make_abstract
 from modeling.loading.source import MANIFEST, SIDE_FILES, Checkpoint
 from modeling.parameters import parameter_names
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # of the manifest and of the meaning of the leaves; raised when either changes
+FORMAT = 3  # of the manifest and of the meaning of the leaves; raised when either changes
 _STATE = "state"
 
 
@@ -140,14 +140,14 @@ def abstract_model(
         disk, shape = manifest.leaves[name]
         if shape != expected[name].shape:
             faults.add(f"shape {list(shape)}, expected {list(expected[name].shape)}: {name}")
-        if disk not in (("uint8",) if expected[name].dtype == jnp.uint8 else ("float32", "bfloat16")):
+        if disk not in ((str(expected[name].dtype),) if is_packed(expected[name]) else ("float32", "bfloat16")):
             faults.add(f"type {disk}: {name}")
     if not (folder / _STATE).is_dir():
         faults.add(f"{_STATE}/, which holds the weights, is missing")
     faults.raise_any("nothing was read")
     kinds = {
         name: struct.dtype
-        if struct.dtype == jnp.uint8
+        if is_packed(struct)
         else leaf_dtype(names, name, manifest.leaves[name][0] == "float32", dtype, router_dtype)
         for name, struct in expected.items()
     }

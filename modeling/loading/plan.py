@@ -17,6 +17,7 @@ import numpy as np
 
 from modeling.architecture import Architecture, Model, Names, architecture_of
 from modeling.errors import CheckpointError
+from modeling.layers.linear import NVFP4_WORD
 from modeling.loading import gguf, nvfp4, safetensors
 from modeling.loading.faults import Faults
 from modeling.loading.quantization import check_quantization
@@ -178,6 +179,11 @@ def make_abstract(
     return architecture.model.abstract(config, dtype=dtype, **options)
 
 
+def is_packed(struct: jax.ShapeDtypeStruct) -> bool:
+    """Whether the leaf holds codes or block scales, whose bits no compute dtype changes."""
+    return jnp.issubdtype(struct.dtype, jnp.unsignedinteger)
+
+
 def leaf_dtype(names: Names, leaf: str, wide: bool, compute: jnp.dtype, router_dtype: str | None) -> np.dtype:
     """On-disk precision, but for float32 matrices in bfloat16 compute and for routers asked to be bfloat16.
 
@@ -236,7 +242,7 @@ class _Planner:
         assert self.architecture.gguf_name is not None
         tensor, part = self.architecture.gguf_name(leaf)
         if part == "codes":
-            full = (*struct.shape[:-1], 2 * struct.shape[-1])
+            full = (*struct.shape[:-1], NVFP4_WORD * struct.shape[-1])
             info = self.find(tensor, full, ("NVFP4",))
             if full[-1] % nvfp4.BLOCK_WEIGHTS:
                 self.wrong[f"input width {full[-1]} is not a multiple of {nvfp4.BLOCK_WEIGHTS}"].add(tensor)
@@ -260,8 +266,7 @@ class _Planner:
         if leaf.endswith(".global_scale") and not pairs:
             self.missing_scales |= {piece.tensor for piece in source.pieces}
         wide = any(info.dtype == "F32" for _, info in pairs)
-        packed = struct.dtype == jnp.uint8
-        dtype = struct.dtype if packed else leaf_dtype(self.names, leaf, wide, self.dtype, router_dtype)
+        dtype = struct.dtype if is_packed(struct) else leaf_dtype(self.names, leaf, wide, self.dtype, router_dtype)
         return Leaf(leaf, struct.shape, dtype, pairs, source.reciprocal)
 
     def find(self, name: str, shape: tuple[int, ...], types: tuple[str, ...]) -> TensorInfo | None:

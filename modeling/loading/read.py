@@ -55,11 +55,10 @@ class Reader:
 
     def _leaf(self, leaf: Leaf) -> np.ndarray:
         out = aligned_empty(leaf.shape, leaf.dtype)
-        flat = out.reshape(-1)
 
         def run(job: tuple[TensorInfo, int, int, int]) -> _Outcome:
             info, source, target, size = job
-            return self._fill(flat[target : target + size], info, source)
+            return self._fill(_elements(out, info).reshape(-1)[target : target + size], info, source)
 
         self._run(run, (job for pair in leaf.pieces for job in _chunks(*pair)), [leaf.name], leaf.infos)
         if leaf.reciprocal:
@@ -79,13 +78,13 @@ class Reader:
 
     def _rows(self, pair: RowPair) -> tuple[np.ndarray, np.ndarray]:
         outs = aligned_empty(pair.shape, pair.dtype), aligned_empty(pair.shape, pair.dtype)
-        *lead, columns = pair.shape
-        num_rows, disk = math.prod(lead), NUMPY_DTYPES[pair.info.dtype]
-        first, second = (out.reshape(num_rows, columns) for out in outs)
+        num_rows, disk = math.prod(pair.shape[:-1]), NUMPY_DTYPES[pair.info.dtype]
+        first, second = (_elements(out, pair.info).reshape(num_rows, -1) for out in outs)
+        columns = first.shape[1]
         step = max(1, CHUNK // (2 * columns * disk.itemsize))
 
         def run(start: int) -> _Outcome:
-            both = np.empty((min(step, num_rows - start), 2, columns), pair.dtype)
+            both = np.empty((min(step, num_rows - start), 2, columns), first.dtype)
             outcome = self._fill(both, pair.info, 2 * start * columns)
             first[start : start + step], second[start : start + step] = both[:, 0], both[:, 1]
             return outcome
@@ -95,7 +94,7 @@ class Reader:
 
     def _packed(self, pair: PackedPair) -> tuple[np.ndarray, np.ndarray]:
         *lead, width = pair.shape
-        codes = aligned_empty((*lead, width // 2), np.dtype(np.uint8))
+        codes = aligned_empty((*lead, width // 4), np.dtype(np.uint16))
         scales = aligned_empty((*lead, width // 16), np.dtype(np.uint8))
         flat_codes, flat_scales = codes.reshape(-1), scales.reshape(-1)
         num_blocks = pair.info.size // nvfp4.BLOCK_WEIGHTS
@@ -105,7 +104,7 @@ class Reader:
             last = min(first + step, num_blocks)
             blocks = np.empty((last - first) * nvfp4.BLOCK_BYTES, np.uint8)
             self.files.read_into(blocks, pair.info, first * nvfp4.BLOCK_BYTES)
-            bad = nvfp4.repack(blocks, flat_codes[32 * first : 32 * last], flat_scales[4 * first : 4 * last])
+            bad = nvfp4.repack(blocks, flat_codes[16 * first : 16 * last], flat_scales[4 * first : 4 * last])
             return _Outcome(len(blocks), unusable=bad)
 
         self._run(run, range(0, num_blocks, step), [pair.codes], pair.infos)
@@ -124,6 +123,11 @@ class Reader:
             self.rounded += names
         if unusable:
             self.unusable += [info.name for info in infos]
+
+
+def _elements(out: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """A leaf's buffer as the elements that a tensor's elements fill: its bytes, where the tensor is one of bytes."""
+    return out.view(np.uint8) if NUMPY_DTYPES[info.dtype] == np.uint8 else out
 
 
 def _has_nan(scales: np.ndarray) -> bool:

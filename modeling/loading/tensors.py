@@ -54,6 +54,8 @@ class TensorInfo:
 class Piece:
     """A run of elements of a tensor on disk that fills a run of elements of a leaf, both in row-major order.
 
+    Bytes on disk fill bytes of the leaf: it then counts as an array of bytes, also where it holds words.
+
     Attributes:
         tensor: name on disk. shape: what its shape must be.
         source, target: first element in the tensor and in the leaf. size: elements, by default the whole tensor.

@@ -36,7 +36,7 @@ def test_full_size_bf16_parameter_counts():
 def test_full_size_nvfp4_bytes():
     model = Flint.abstract(FlintConfig(), weight_format="nvfp4")
     packed = [
-        math.prod(leaf.shape)
+        math.prod(leaf.shape) * leaf.dtype.itemsize
         for name, leaf in zip(parameter_names(model), jax.tree.leaves(model), strict=True)
         if name.endswith(("codes", "scales"))
     ]

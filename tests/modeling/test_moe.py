@@ -13,12 +13,14 @@ from modeling.layers.moe import SparseMLP
 
 
 def make(module, seed=0, scale=1.0):
-    """Fills a module with normal values (bytes for packed leaves), in each leaf's dtype."""
+    """Fills a module with normal values (bits for packed leaves), in each leaf's dtype."""
     leaves, treedef = jax.tree.flatten(module)
     rng = np.random.default_rng(seed)
     filled = []
     for leaf in leaves:
-        if leaf.dtype == jnp.uint8:
+        if leaf.dtype == jnp.uint16:
+            filled.append(jnp.asarray(rng.integers(0, 1 << 16, leaf.shape), jnp.uint16))
+        elif leaf.dtype == jnp.uint8:
             filled.append(jnp.asarray(rng.integers(0x20, 0x40, leaf.shape), jnp.uint8))
         elif leaf.ndim < 2:
             filled.append(jnp.asarray(rng.uniform(0.01, 0.02, leaf.shape), leaf.dtype))
@@ -142,8 +144,8 @@ def test_mo09_float32_products_are_full_precision():
 
 
 def test_nvfp4_block_decodes_as_published():
-    """The format's test vector, already repacked: low nibble first, one E4M3 scale a 16 values."""
-    codes = np.frombuffer(bytes.fromhex("2064A8EC3175B9FD3175B9FD2064A8EC" + "77" * 12 + "FF" * 4), np.uint8)
+    """The format's test vector, already repacked: lowest bits first, one E4M3 scale a 16 values."""
+    codes = np.frombuffer(bytes.fromhex("2064A8EC3175B9FD3175B9FD2064A8EC" + "77" * 12 + "FF" * 4), np.uint16)
     scales = np.frombuffer(bytes.fromhex("3840307E"), np.uint8)
     expected = np.concatenate(
         [
@@ -160,7 +162,7 @@ def test_nvfp4_block_decodes_as_published():
 
 def test_every_nvfp4_product_is_exact_in_bfloat16():
     scales = np.array([b for b in range(0x7F)], np.uint8)
-    codes = np.tile(np.array([(2 * i + 1) << 4 | 2 * i for i in range(8)], np.uint8), (len(scales), 1))
+    codes = np.tile(np.array([0x3210, 0x7654, 0xBA98, 0xFEDC], np.uint16), (len(scales), 1))
     args = jnp.asarray(codes), jnp.asarray(scales[:, None])
     exact = dequantize_nvfp4(*args, jnp.float32)
     np.testing.assert_array_equal(np.asarray(dequantize_nvfp4(*args, jnp.bfloat16), np.float32), exact)

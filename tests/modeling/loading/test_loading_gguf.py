@@ -207,6 +207,9 @@ def test_input_width_must_be_a_multiple_of_64(tmp_path):
     assert "input width 96 is not a multiple of 64: blk.0.ffn_down.weight" in message
     assert "input width 96 is not a multiple of 64: blk.1.ffn_down.weight" in message
     assert "input width 32 is not a multiple of 64: blk.2.ffn_down_shexp.weight" in message
+    config = tiny_config(intermediate_size=66)
+    message = refusal(write_gguf_folder(tmp_path / "66", config, gguf_tensors(config)))
+    assert "NVFP4 needs matrices of a multiple of 16 columns, not 66" in message
 
 
 def test_every_fault_of_the_headers_is_in_one_message(tmp_path, tensors):
