@@ -7,3 +7,4 @@ compile requirements/build.in -o requirements/build.txt
 compile pyproject.toml -o requirements/base.txt
 compile pyproject.toml --extra cuda --extra media -o requirements/cuda.txt
 compile pyproject.toml --extra test -o requirements/test.txt
+compile requirements/compile.in --no-deps -o requirements/compile.txt
