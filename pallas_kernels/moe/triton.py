@@ -1,0 +1,200 @@
+"""The MoE block of a decode step in two launches: Pallas, Triton lowering.
+
+1. `gate_up`: each program takes one slot (a distinct expert of the step) or a part of the shared expert, finds its
+   expert in the router's logits by itself, and computes silu(gate) * up for 16 rows or more and all tokens.
+2. `down`: each program computes 16 rows of the output: all experts' down projections, weighted and added to the shared
+   expert's. Warps work on several experts at once.
+
+Weights of experts that nobody selected are not read; an expert that several tokens selected is read once. A token that
+did not select a slot's expert is computed along (the tensor core has eight columns anyhow) and left out of the sum.
+
+Roofline: bytes of the selected experts, for one token of Flint in NVFP4 7.1 + 2.4 MB and 3.5 + 1.2 MB.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.dense_gemv.triton import (
+    accumulator_scale,
+    gate_and_up,
+    load_groups,
+    multiply_groups,
+    silu,
+    store_rows,
+)
+from pallas_kernels.moe.selection import routing_weights, select, slot_expert
+from pallas_kernels.warp_tiles import ROW_GROUP, Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Tunable sizes: row groups (of 16) and warps a program of `gate_up`; warps of `down`, and how many passes over its
+    warps' experts it has in flight."""
+
+    row_groups: int = 1
+    num_warps: int = 8
+    down_warps: int = 8
+    down_passes: int = 4
+
+
+def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, blocks, interpret):
+    """See `pallas_kernels.moe.gate_up`. experts, shared: (gate, up) matrices."""
+    num_tokens, hidden = x.shape
+    num_experts, inner = experts[0].weight.shape[:2]
+    shared_inner = shared[0].weight.shape[0]
+    num_slots = min(num_tokens * top_k, num_experts)
+    weight_format = "bf16" if experts[0].scales is None else "nvfp4"
+    tiles = Tiles(hidden, blocks.num_warps, weight_format, num_tokens, interpret)
+    block_rows = blocks.row_groups * ROW_GROUP
+    slot_programs, shared_programs = pl.cdiv(inner, block_rows), pl.cdiv(shared_inner, block_rows)
+    leaves, treedef = jax.tree.flatten((x, logits, experts, shared))
+
+    def kernel(*refs):
+        x_ref, logits_ref, expert_refs, shared_refs = jax.tree.unflatten(treedef, refs[: len(leaves)])
+        out_ref, shared_ref, ids_ref, count_ref, weights_ref = refs[len(leaves) :]
+        program = pl.program_id(0)
+
+        def activations():
+            return [tiles.spread(tiles.load_tokens(x_ref, step)) for step in range(tiles.num_steps)]
+
+        @pl.when(program < num_slots * slot_programs)
+        def _routed():
+            slot, row = program // slot_programs, program % slot_programs * block_rows
+            selection = select(logits_ref, num_tokens, num_experts, top_k)
+            expert, count = slot_expert(selection, slot)
+
+            @pl.when(program % slot_programs == 0)
+            def _record():
+                weights = routing_weights(selection, expert, normalise, round_weights)
+                token = lax.broadcasted_iota(jnp.int32, weights.shape, 0)
+                plt.store(weights_ref.at[slot, token], weights, mask=token < num_tokens)
+                plt.store(ids_ref.at[slot], expert)
+                plt.store(count_ref.at[jnp.int32(0)], count)
+
+            @pl.when(expert >= 0)
+            def _compute():
+                gate, up = gate_and_up(tiles, expert_refs, row, blocks.row_groups, inner, activations, expert)
+                end = inner if inner % block_rows else None
+                store_rows(tiles, out_ref, silu(gate) * up, row, end, blocks.row_groups, (slot,))
+
+        @pl.when(program >= num_slots * slot_programs)
+        def _shared():
+            row = (program - num_slots * slot_programs) * block_rows
+            pair = gate_and_up(tiles, shared_refs, row, blocks.row_groups, shared_inner, activations)
+            gate, up = (value.astype(jnp.bfloat16).astype(jnp.float32) for value in pair)
+            end = shared_inner if shared_inner % block_rows else None
+            store_rows(tiles, shared_ref, silu(gate) * up, row, end, blocks.row_groups)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(num_slots * slot_programs + shared_programs,),
+        out_shape=[
+            jax.ShapeDtypeStruct((num_slots, num_tokens, inner), jnp.bfloat16),
+            jax.ShapeDtypeStruct((num_tokens, shared_inner), jnp.bfloat16),
+            jax.ShapeDtypeStruct((num_slots,), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.ShapeDtypeStruct((num_slots, num_tokens), jnp.float32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
+        interpret=interpret,
+        name="moe_gate_up",
+    )(*leaves)
+
+
+def down(activations, shared_activations, ids, count, weights, experts, shared, *, blocks, interpret):
+    """See `pallas_kernels.moe.down`. experts, shared: one matrix each."""
+    num_slots, num_tokens, inner = activations.shape
+    hidden = experts.weight.shape[1]
+    weight_format = "bf16" if experts.scales is None else "nvfp4"
+    # An expert's columns take as many warps as they fill, and a pass as many experts as there are warps for.
+    lane = Tiles(inner, 1, weight_format, num_tokens, interpret)
+    groups = max(1, blocks.down_warps // pl.next_power_of_2(lane.num_steps))
+    tiles = dataclasses.replace(lane, num_warps=blocks.down_warps, groups=groups)
+    shared_tiles = dataclasses.replace(lane, num_columns=shared_activations.shape[1], num_warps=blocks.down_warps)
+    passes = min(blocks.down_passes, pl.cdiv(num_slots, groups))
+    leaves, treedef = jax.tree.flatten((activations, shared_activations, ids, count, weights, experts, shared))
+
+    def kernel(*refs):
+        x_ref, shared_x_ref, ids_ref, count_ref, weights_ref, expert_ref, shared_ref = jax.tree.unflatten(
+            treedef, refs[:-1]
+        )
+        row = pl.program_id(0) * ROW_GROUP
+        bound = hidden if hidden % ROW_GROUP else None
+        shared_loaded = load_groups(shared_tiles, shared_ref, row, 1, hidden)
+
+        def add_slots(first, total):
+            """Adds slots first .. first + passes * groups - 1, whose weights are all asked for at once."""
+            chunks = [[_slot(first + p * groups + i, num_slots, ids_ref) for i in range(groups)] for p in range(passes)]
+            loaded = [
+                [
+                    tuple(
+                        tiles.load(expert_ref, step, row + half, bound, [expert for _, expert in chunk])
+                        for half in (0, ROW_GROUP // 2)
+                    )
+                    for step in range(tiles.num_steps)
+                ]
+                for chunk in chunks
+            ]
+            sums = []
+            for chunk, steps in zip(chunks, loaded, strict=True):
+                sums.append(tiles.zeros())
+                for step, pair in enumerate(steps):
+                    x = tiles.load_tokens(x_ref, step, [slot for slot, _ in chunk])
+                    sums[-1] = tiles.multiply(*pair, tiles.spread(x), sums[-1])
+            return total + _weighted(tiles, tiles.finish(sums), chunks, expert_ref, weights_ref)
+
+        shape = (8, 2, 1) if tiles.single else (8, 4, 4, 1)
+        total = jnp.zeros(shape, jnp.float32)
+        if passes * groups >= num_slots:
+            total = add_slots(jnp.int32(0), total)
+        else:
+            trips = pl.cdiv(count_ref[0], passes * groups)
+            total = lax.fori_loop(0, trips, lambda i, total: add_slots(i * passes * groups, total), total)
+        shared_x = [
+            shared_tiles.spread(shared_tiles.load_tokens(shared_x_ref, step)) for step in range(shared_tiles.num_steps)
+        ]
+        shared_out = shared_tiles.finish(multiply_groups(shared_tiles, shared_loaded, shared_x))
+        parts = [total, shared_out * accumulator_scale(shared_tiles, shared_ref)]
+        routed, shared_out = (part.astype(jnp.bfloat16).astype(jnp.float32) for part in parts)
+        store_rows(tiles, refs[-1], routed + shared_out, row, bound, 1)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(hidden, ROW_GROUP),),
+        out_shape=jax.ShapeDtypeStruct((num_tokens, hidden), jnp.bfloat16),
+        compiler_params=plt.CompilerParams(num_warps=blocks.down_warps, num_stages=1),
+        interpret=interpret,
+        name="moe_down",
+    )(*leaves)
+
+
+def _slot(slot, num_slots, ids_ref):
+    """A slot and its expert; -1 for both where there is none."""
+    inside = slot < num_slots
+    expert = plt.load(ids_ref.at[slot], mask=inside, other=-1)
+    return lax.select(expert >= 0, slot, jnp.int32(-1)), expert
+
+
+def _weighted(tiles, sums, chunks, expert_ref, weights_ref):
+    """The outputs of several passes over groups, [*groups, *rows, passes], rounded, weighted and summed: [*rows, 1]."""
+    _, token = tiles.places(sums.shape)
+    which = lax.broadcasted_iota(jnp.int32, sums.shape, sums.ndim - 1) * tiles.groups  # the slot among the chunks'
+    if tiles.groups > 1:
+        which = which + lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+    slot, scale = jnp.full(sums.shape, -1, jnp.int32), jnp.zeros(sums.shape, jnp.float32)
+    for i, (its_slot, expert) in enumerate(pair for chunk in chunks for pair in chunk):
+        slot = jnp.where(which == i, its_slot, slot)
+        scale = jnp.where(which == i, accumulator_scale(tiles, expert_ref, jnp.maximum(expert, 0)), scale)
+    fits = (slot >= 0) & (token < tiles.num_tokens)
+    weight = plt.load(weights_ref.at[jnp.maximum(slot, 0), token], mask=fits, other=0.0)
+    rows = (sums * scale).astype(jnp.bfloat16).astype(jnp.float32)
+    # A token that did not select the expert has weight 0, and perhaps an output that is no number.
+    rows = jnp.where(weight > 0, weight * rows, 0.0).sum(axis=-1)
+    return (rows.sum(axis=0) if tiles.groups > 1 else rows)[..., None]

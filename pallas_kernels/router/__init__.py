@@ -1,0 +1,39 @@
+"""The add and norm before an MoE block, and its router's logits."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.router import reference, triton
+from pallas_kernels.router.triton import Blocks
+
+__all__ = ["Blocks", "router"]
+
+
+def router(
+    x: jax.Array,
+    residual: jax.Array,
+    norm_weight: jax.Array,
+    gate: jax.Array,
+    *,
+    norm_eps: float,
+    round_logits: bool,
+    blocks: Blocks | None = None,
+    implementation: str = "triton",
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Adds a sublayer's output to the residual stream, normalises, and takes the router's logits.
+
+    Args:
+        x, residual: bfloat16 [tokens, hidden].
+        norm_weight: bfloat16 [hidden].
+        gate: float32 or bfloat16 [num_experts, hidden].
+        round_logits: whether logits are rounded to bfloat16, the rule of a bfloat16 router (spec 4.8).
+
+    Returns:
+        Logits float32 [tokens, num_experts], the normalised sum and the new stream, both bfloat16 [tokens, hidden].
+    """
+    options = dict(norm_eps=norm_eps, round_logits=round_logits)
+    if implementation == "reference":
+        return reference.router(x, residual, norm_weight, gate, **options)
+    return list(triton.router(x, residual, norm_weight, gate, **options, blocks=blocks or Blocks(), interpret=interpret))
