@@ -9,17 +9,18 @@ nothing passes through shared memory. All arrays of a tile have the shape [warps
     axis 3    what the lane itself holds: 16 bytes of weights, 8 activations, 8 float32 accumulators
 
 A row group is 16 rows of weights: two such arrays, rows g and g + 8. One tile covers 128 columns in NVFP4 (16 bytes are
-32 codes, four a 16-bit word) and 32 in BF16. Which of the real columns is called which by `mma` does not matter, so long
-as weights and activations agree: `mma` sums over them.
+32 codes, four a 16-bit word) and 32 in BF16. Which of the real columns is called which by `mma` does not matter, so
+long as weights and activations agree: `mma` sums over them.
 
     accumulator [w, g, t, 4 * s + 2 * h + n] is row g + 8 * h of the group times token 2 * t + n, over part s of the
     columns; `finish` adds the parts and the warps.
 
-NVFP4 with one token is a case of its own (`Tiles.single`), since decoding is then what limits a kernel. The eight columns
-that `mma` has for tokens take the eight scale groups of a tile instead: activations are zero but in the column of their
-group, so that a block scale multiplies one float32 sum instead of sixteen weights.
+NVFP4 with one token is a case of its own (`Tiles.single`), since decoding is then what limits a kernel. The eight
+columns that `mma` has for tokens take the eight scale groups of a tile instead: lane g = 2 * t + s holds the activations
+of group 2 * t + s, half s of the columns of lanes t, the others hold zeros. So a block scale multiplies one float32
+sum instead of sixteen weights.
 
-    accumulator [w, g, t, 2 * s + h] is row g + 8 * h over scale group 2 * t + s of each tile; the last four are not used.
+    accumulator [w, g, t, 2 * s + h] is row g + 8 * h over scale group 2 * t + s of each tile; the rest is not used.
 
 Nothing here chooses Triton's layouts; they follow from the shape (32 lanes in C order, 8 elements a lane, one warp a
 slice), and a test reads them from the compiled kernel. Inline PTX has a plain twin each, taken when interpreting.
@@ -41,8 +42,8 @@ LANES = (8, 4)
 MAX_TOKENS = 8  # the N of the mma
 ROW_GROUP = 16  # its M
 NVFP4_BLOCK = 16  # weights a block scale
-# A code's bits, put where bfloat16 has them, are 2**-126 of its value. With a block scale times 2**116 they make 2**-10 of
-# the weight, inside bfloat16; with one token, activations times 2**64 bring the products back into float32's range.
+# A code's bits, put where bfloat16 has them, are 2**-126 of its value. With a block scale times 2**116 they make 2**-10
+# of the weight, inside bfloat16; with one token, activations times 2**64 bring the products back into float32's range.
 SCALE_UNIT, SINGLE_UNIT = 2.0**116, 2.0**64
 
 
@@ -130,9 +131,7 @@ class Tiles:
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def load(
-        self, matrix: Matrix, step: int, row: Any, num_rows: int | None = None, experts: Any = None
-    ) -> Fragment:
+    def load(self, matrix: Matrix, step: int, row: Any, num_rows: int | None = None, experts: Any = None) -> Fragment:
         """Rows row .. row + 7, the columns of `step`; zeros past the columns and past `num_rows`, if given.
 
         `experts` is the number of one of a stack, or a list of one a group; where one of a list is
@@ -182,8 +181,9 @@ class Tiles:
         if self.single:
             return self._mma_single(upper.weight, lower.weight, scales, activations, accumulator)
         for nibble in range(4):
-            a = [self._decode(part.weight, scale, nibble) for part, scale in zip((upper, lower), scales, strict=True)]
-            accumulator = self._mma(*a, activations[nibble], accumulator)
+            rows = self._decode(upper.weight, scales[0], nibble)
+            more_rows = self._decode(lower.weight, scales[1], nibble)
+            accumulator = self._mma(rows, more_rows, activations[nibble], accumulator)
         return accumulator
 
     def _block_scales(self, scales: Any) -> jax.Array:
@@ -226,7 +226,12 @@ class Tiles:
         return _asm(f"{{ {body} }}", "=&f " * 8 + "r " * 12 + "f " * 8, [upper, lower, b, accumulator], jnp.float32)
 
     def _mma_single(
-        self, upper: jax.Array, lower: jax.Array, scales: list[jax.Array], b: Sequence[jax.Array], accumulator: jax.Array
+        self,
+        upper: jax.Array,
+        lower: jax.Array,
+        scales: list[jax.Array],
+        b: Sequence[jax.Array],
+        accumulator: jax.Array,
     ) -> jax.Array:
         """A whole tile for one token: codes of rows g and g + 8 in, scaled sums out."""
         if self.interpret:
@@ -291,28 +296,12 @@ class Tiles:
         return [_masked_load(x, (token, column), slot, self._within(column, mask)) for column in places]
 
     def _own_places(self, step: int) -> list[tuple[jax.Array, jax.Array]]:
-        """The single case: lane g = 2 * t + s holds the two parts of scale group 2 * t + s, the others none. Columns and
+        """The single case: lane g = 2 * t + s holds the two parts of scale group 2 * t + s, the others none. Columns, and
         which of them exist."""
         s = self.iota(1) - 2 * self.iota(2)
         own = (s >= 0) & (s < 2)
         columns = [self._column(step, 2 * s + part) for part in range(2)]
         return [(column, own & (column < self.num_columns)) for column in columns]
-
-    def load_row(self, x: Any, step: int, row: Any, first: int, end: int) -> list[jax.Array]:
-        """As `load_tokens`, from x[row], [columns] of several matrices one after the other: the first group's from
-        `first` on, then the next one's; zeros from `end` on. Other programs of the same launch may have written it, so
-        it is not taken from this processor's cache."""
-        first = first + self.group() * self.num_columns
-        places = self._own_places(step) if self.single else [
-            (column, self._within(column, None)) for column in (self._column(step, part) for part in range(self.lane_parts))
-        ]
-        loaded = []
-        for column, fits in places:
-            if self.groups > 1:
-                within = first + column < end
-                fits = within if fits is None else fits & within
-            loaded.append(_masked_load(x, (row + self.iota(1) * 0, first + column), None, fits, volatile=True))
-        return loaded
 
     def load_columns(self, x: Any, step: int) -> list[jax.Array]:
         """As `load_tokens`, a vector [columns] that is the same for all tokens."""
@@ -359,10 +348,9 @@ class Tiles:
             body = "".join(f"shfl.sync.idx.b32 ${i}, ${4 + i}, l, 31, -1;" for i in range(4))
             text = f"{{ .reg .b32 l, t; {lane} add.u32 l, t, {4 * g}; {body} }}"
             return _asm(text, "=&r " * 4 + "r " * 4, [values], jnp.bfloat16)
-        lane += f" shr.u32 l, l, 2; sub.u32 l, l, t; sub.u32 l, l, t; setp.lt.u32 p, l, 2; and.b32 l, l, 1; shl.b32 l, l, 3;"
-        body = "".join(
-            f"shfl.sync.idx.b32 ${i}, ${4 + i}, l, 31, -1; selp.b32 ${i}, ${i}, 0, p;" for i in range(4)
-        )
+        lane += " shr.u32 l, l, 2; sub.u32 l, l, t; sub.u32 l, l, t; setp.lt.u32 p, l, 2;"  # l is now s
+        lane += " and.b32 l, l, 1; shl.b32 l, l, 3;"
+        body = "".join(f"shfl.sync.idx.b32 ${i}, ${4 + i}, l, 31, -1; selp.b32 ${i}, ${i}, 0, p;" for i in range(4))
         text = f"{{ .reg .b32 l, t; .reg .pred p; {lane} add.u32 l, l, t; add.u32 l, l, {4 * g}; {body} }}"
         return _asm(text, "=&r " * 4 + "r " * 4, [values], jnp.bfloat16)
 
@@ -378,7 +366,7 @@ class Tiles:
     def spread(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
         """Activations in natural order, bfloat16, as `multiply` takes them.
 
-        In NVFP4 the codes of one nibble are columns j, j + 4, j + 8, ... of a lane's 32, and so must be the activations.
+        In NVFP4 the codes of one nibble are columns j, j + 4, j + 8, ... of a lane's 32: so must be the activations.
         """
         if self.weight_format == "bf16":
             return list(parts)
@@ -407,8 +395,8 @@ class Tiles:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def finish(self, accumulators: Sequence[jax.Array]) -> jax.Array:
-        """The sums of several row groups over their warps, [*groups, *rows, n], all at once: one exchange through shared
-        memory. n is their number, filled up to a power of two. Which element is what: `places`."""
+        """The sums of several row groups over their warps, [*groups, *rows, n], all at once: one exchange through
+        shared memory. n is their number, filled up to a power of two. Which element is what: `places`."""
         arrays = [self._within_lane(accumulator) for accumulator in accumulators]
         arrays += [jnp.zeros_like(arrays[0])] * (pl.next_power_of_2(len(arrays)) - len(arrays))
         stacked = _stacked(arrays)
@@ -459,8 +447,8 @@ def _place_codes(register: str, scratch: str, word: str, nibble: int) -> str:
     sign = ("shl.b32", 12), ("shl.b32", 8), ("shl.b32", 4), ("shl.b32", 0)
     (up, by), (to_sign, far) = exponent[nibble], sign[nibble]
     return (
-        f"{up} {register}, {word}, {by}; {to_sign} {scratch}, {word}, {far}; and.b32 {register}, {register}, 0x01C001C0;"
-        f" lop3.b32 {register}, {scratch}, 0x80008000, {register}, 0xEA;"
+        f"{up} {register}, {word}, {by}; {to_sign} {scratch}, {word}, {far};"
+        f" and.b32 {register}, {register}, 0x01C001C0; lop3.b32 {register}, {scratch}, 0x80008000, {register}, 0xEA;"
     )
 
 
@@ -487,9 +475,9 @@ def _asm(text: str, constraints: str, args: Sequence[jax.Array], dtype: Any) -> 
     )[0]
 
 
-def _masked_load(ref: Any, at: tuple, expert: Any, fits: Any, volatile: bool = False) -> jax.Array:
+def _masked_load(ref: Any, at: tuple, expert: Any, fits: Any) -> jax.Array:
     view = ref.at[at] if expert is None else ref.at[(expert, *at)]
     if fits is None:
-        return plt.load(view, volatile=volatile)
+        return plt.load(view)
     mask = jnp.broadcast_to(fits, jnp.broadcast_shapes(*(jnp.shape(i) for i in at)))
-    return plt.load(view, mask=mask, other=jnp.zeros((), ref.dtype), volatile=volatile)
+    return plt.load(view, mask=mask, other=jnp.zeros((), ref.dtype))

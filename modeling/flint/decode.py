@@ -1,6 +1,6 @@
 """Flint's decode step from fused kernels: one new token a row, at most eight rows, bfloat16.
 
-Four launches a layer for one token, six for more, instead of some thirty:
+Six launches a layer for one token, seven for more, instead of some thirty:
 
     dense_gemv          residual add, input norm, q, k and v projections
     decode_attention    head norms, RoPE, cache write, attention in splits
@@ -8,7 +8,6 @@ Four launches a layer for one token, six for more, instead of some thirty:
     router              residual add, post-attention norm, router logits
     moe.gate_up         top-k, then gate and up of the selected experts and the shared expert
     moe.down            their down projections, weighted sum, shared expert's output
-    moe.moe_block       the last three in one, for one token
 
 What it computes, roundings included, is `Flint.forward` on a chunk of one; only float32 sums run in another order.
 """
@@ -39,15 +38,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """How the kernels run: on the GPU, interpreted (slowly, anywhere), or their references in their place.
-
-    Attributes:
-        num_processors: of the GPU. With one token, an MoE block is one launch if it has a processor for each program.
-    """
+    """How the kernels run: on the GPU, interpreted (slowly, anywhere), or their references in their place."""
 
     implementation: str = "triton"
     interpret: bool = False
-    num_processors: int = 132
 
     @property
     def how(self) -> dict:
@@ -58,10 +52,10 @@ class Kernels:
 def decode(model: Flint, batch: Batch, cache: Cache, kernels: Kernels) -> tuple[jax.Array, Cache]:
     """As `Flint.forward`, for chunks of one token."""
     positions, valid = batch.starts, batch.lengths > 0
-    x, stream = model.embed_tokens(batch.tokens[:, 0], model.dtype), None
+    x, stream = model.embed_tokens(batch.tokens[:, 0], model.dtype), None  # no residual before the first layer
     rope = rope_angles(positions, model.config.head_dim, model.config.rope_theta)
     config = model.config
-    layers, counters = [], (new_counters(len(positions), config.num_key_value_heads), jnp.zeros(1, jnp.int32))
+    layers, counters = [], new_counters(len(positions), config.num_key_value_heads)
     for i, layer in enumerate(model.layers):
         sliding = model.config.layer_types[i] == SLIDING
         table = batch.pages.window if sliding else batch.pages.full
@@ -69,6 +63,7 @@ def decode(model: Flint, batch: Batch, cache: Cache, kernels: Kernels) -> tuple[
             kernels, layer, x, stream, cache.layers[i], table, positions, valid, rope if sliding else None, counters
         )
         layers.append(layer_cache)
+    assert stream is not None
     y, _ = model.norm.add(x, stream)
     return y[:, None], cache._replace(layers=tuple(layers))
 
@@ -82,10 +77,10 @@ def logits(model: Flint, hidden: jax.Array, kernels: Kernels) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0, inline=False)
 def _layer(
     kernels: Kernels, layer: DecoderLayer, x, stream, cache: LayerCache, table, positions, valid, rope, counters
-) -> tuple[jax.Array, jax.Array, LayerCache, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, jax.Array, LayerCache, jax.Array]:
     """One layer. Jitted on its own so that layers of one kind are traced once. `stream` is None before the first.
 
-    `counters` are what programs of one launch meet by: attention's, and the MoE block's.
+    By `counters` the parts of attention know which of them is the last.
     """
     how = kernels.how
     attention, norm = layer.self_attn, layer.input_layernorm
@@ -96,7 +91,7 @@ def _layer(
             [qkv], stream = dense_gemv(x, projections, **normed, **how), x
         else:
             qkv, stream = dense_gemv(x, projections, residual=stream, **normed, **how)
-        out, k, v, attention_counters = decode_attention(
+        out, k, v, counters = decode_attention(
             qkv,
             attention.q_norm.weight[...],
             attention.k_norm.weight[...],
@@ -107,7 +102,7 @@ def _layer(
             table,
             positions,
             valid,
-            counters[0],
+            counters,
             window=attention.window,
             eps=attention.q_norm.eps,
             **how,
@@ -116,31 +111,31 @@ def _layer(
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     with jax.named_scope("mlp"):
         if isinstance(mlp, SparseMLP):
-            x, stream, moe_counter = _sparse(kernels, mlp, x, stream, norm.weight[...], norm.eps, counters[1])
+            x, stream = _sparse(kernels, mlp, x, stream, norm.weight[...], norm.eps)
         else:
             normed = dict(residual=stream, norm_weight=norm.weight[...], norm_eps=norm.eps, activation="swiglu")
             act, stream = dense_gemv(x, [_matrix(mlp.gate_proj), _matrix(mlp.up_proj)], **normed, **how)
             [x] = dense_gemv(act, [_matrix(mlp.down_proj)], **how)
-            moe_counter = counters[1]
-    return x, stream, cache._replace(k=k, v=v), (attention_counters, moe_counter)
+    return x, stream, cache._replace(k=k, v=v), counters
 
 
-def _sparse(kernels: Kernels, mlp: SparseMLP, x, stream, norm_weight, eps: float, counter):
-    """The MoE block with the add and norm before it: output, stream, counter."""
+def _sparse(kernels: Kernels, mlp: SparseMLP, x, stream, norm_weight, eps: float) -> tuple[jax.Array, jax.Array]:
+    """The MoE block with the add and norm before it: output and stream."""
     how, rounds, gate = kernels.how, mlp.router_dtype == "bfloat16", mlp.gate[...]
-    experts, shared = (
-        moe.Experts(_matrix(part.gate_proj), _matrix(part.up_proj), _matrix(part.down_proj))
-        for part in (mlp.experts, mlp.shared_expert)
-    )
-    routing = dict(top_k=mlp.num_experts_per_tok, normalise=mlp.norm_topk_prob)
-    if x.shape[0] == 1 and moe.num_programs(experts, shared, mlp.num_experts_per_tok) <= kernels.num_processors:
-        return moe.moe_block(
-            x, stream, norm_weight, gate, experts, shared, counter, **routing, round_router=rounds, norm_eps=eps, **how
-        )
     logits, y, stream = router(x, stream, norm_weight, gate, norm_eps=eps, round_logits=rounds, **how)
-    halves = (experts.gate, experts.up), (shared.gate, shared.up)
-    activations = moe.gate_up(y, logits, *halves, **routing, round_weights=rounds, **how)
-    return moe.down(*activations, experts.down, shared.down, **how), stream, counter
+    experts, shared = mlp.experts, mlp.shared_expert
+    activations, shared_activations, ids, count, weights = moe.gate_up(
+        y,
+        logits,
+        (_matrix(experts.gate_proj), _matrix(experts.up_proj)),
+        (_matrix(shared.gate_proj), _matrix(shared.up_proj)),
+        top_k=mlp.num_experts_per_tok,
+        normalise=mlp.norm_topk_prob,
+        round_weights=rounds,
+        **how,
+    )
+    matrices = _matrix(experts.down_proj), _matrix(shared.down_proj)
+    return moe.down(activations, shared_activations, ids, count, weights, *matrices, **how), stream
 
 
 def _matrix(linear: Linear) -> Matrix:

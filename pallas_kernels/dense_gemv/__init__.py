@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dense_gemv import reference, triton
 from pallas_kernels.dense_gemv.triton import Blocks
+from pallas_kernels.tuning import block_sizes, case_of
 from pallas_kernels.warp_tiles import MAX_TOKENS, Matrix
 
 __all__ = ["Blocks", "Matrix", "dense_gemv", "supports"]
@@ -50,7 +51,8 @@ def dense_gemv(
         problem = supports(x.shape[0], x.shape[1], matrices)
         if problem:
             raise ValueError(f"dense_gemv has no kernel for {problem}; use implementation='reference'")
-        run, options = triton.dense_gemv, dict(blocks=blocks or default_blocks(*x.shape, matrices), interpret=interpret)
+        blocks = blocks or default_blocks(*x.shape, matrices, activation)
+        run, options = triton.dense_gemv, dict(blocks=blocks, interpret=interpret)
     return list(
         run(
             x,
@@ -65,8 +67,13 @@ def dense_gemv(
     )
 
 
-def default_blocks(num_tokens: int, num_columns: int, matrices: Sequence[Matrix]) -> Blocks:
-    """Block sizes measured on an H200."""
+def default_blocks(
+    num_tokens: int, num_columns: int, matrices: Sequence[Matrix], activation: str | None = None
+) -> Blocks:
+    """The tuned block sizes, or else a rule that did well on an H200."""
+    op = "dense_gemv_swiglu" if activation == "swiglu" else "dense_gemv"
+    if sizes := block_sizes(op, case_of(matrices, num_tokens)):
+        return Blocks(**sizes)
     rows = sum(matrix.weight.shape[0] for matrix in matrices)
     if rows > 65536:
         return Blocks(1, 4)

@@ -55,7 +55,7 @@ def _dot(x, weight):
 
 def dequantized(codes, scales):
     """codes uint16 [..., K / 4], scale bytes [..., K / 16] -> float32 [..., K], without the global scale."""
-    values = lax.bitcast_convert_type(codes, jnp.float4_e2m1fn).astype(jnp.float32)  # [..., K / 4, 4], lowest bits first
+    values = lax.bitcast_convert_type(codes, jnp.float4_e2m1fn).astype(jnp.float32)  # [..., K / 4, 4], low bits first
     blocks = values.reshape(*scales.shape, 16)
     scale = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)
     return (blocks * scale[..., None]).reshape(*codes.shape[:-1], -1)

@@ -141,15 +141,14 @@ def load_groups(tiles: Tiles, matrix: Matrix, row: Any, row_groups: int, num_row
     """The weights of `row_groups` row groups from `row` on, of a matrix of `num_rows` rows."""
     bound = num_rows if num_rows % (row_groups * ROW_GROUP) else None
     return [
-        [
-            tuple(
-                tiles.load(matrix, step, row + group * ROW_GROUP + half, bound, expert)
-                for half in (0, ROW_GROUP // 2)
-            )
-            for group in range(row_groups)
-        ]
+        [_pair(tiles, matrix, step, row + group * ROW_GROUP, bound, expert) for group in range(row_groups)]
         for step in range(tiles.num_steps)
     ]
+
+
+def _pair(tiles: Tiles, matrix: Matrix, step: int, row: Any, bound: Any, expert: Any) -> tuple[Fragment, Fragment]:
+    upper, lower = (tiles.load(matrix, step, row + half, bound, expert) for half in (0, ROW_GROUP // 2))
+    return upper, lower
 
 
 def multiply_groups(tiles: Tiles, loaded: Loaded, activations: list[list[jax.Array]]) -> list[jax.Array]:
@@ -168,7 +167,7 @@ def accumulator_scale(tiles: Tiles, matrix: Matrix, expert: Any = None) -> Any:
 
 
 def store_rows(tiles: Tiles, out_ref: Any, values: jax.Array, row: Any, end: Any, count: int, lead: tuple = ()) -> None:
-    """Stores a finished array's `count` row groups at [token, row + ...]; rows from `end` on, if given, are left out."""
+    """Stores a finished array's `count` row groups at [token, row + ...], but for rows from `end` on, if given."""
     place, token = tiles.places(values.shape)
     fits = token < tiles.num_tokens
     if values.shape[-1] > count:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dense_gemv.reference import accumulate, rounded
-from pallas_kernels.router.reference import router
 
 
 def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights):
@@ -22,7 +21,8 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights):
     by_expert = jnp.zeros((num_tokens, num_experts), jnp.float32)
     by_expert = by_expert.at[jnp.arange(num_tokens)[:, None], chosen].set(scores)
     used = jnp.zeros(num_experts, bool).at[chosen.reshape(-1)].set(True)
-    order = jnp.argsort(~used, stable=True)[:num_slots]  # used experts first, ascending
+    # Used experts first, ascending; one token's as they were selected.
+    order = chosen[0] if num_tokens == 1 else jnp.argsort(~used, stable=True)[:num_slots]
     count = used.sum().astype(jnp.int32)[None]
     ids = jnp.where(jnp.arange(num_slots) < count, order, -1).astype(jnp.int32)
     slots = [jnp.maximum(expert, 0) for expert in ids]
@@ -46,13 +46,3 @@ def down(activations, shared_activations, ids, count, weights, experts, shared):
     routed = rounded(total, jnp.bfloat16).astype(jnp.float32)
     shared_rows = rounded(accumulate(shared_activations, shared), jnp.bfloat16).astype(jnp.float32)
     return rounded(routed + shared_rows, jnp.bfloat16)
-
-
-def moe_block(
-    x, residual, norm_weight, gate, experts, shared, counter, *, top_k, normalise, round_router, norm_eps
-):
-    """See `pallas_kernels.moe.moe_block`."""
-    logits, normed, stream = router(x, residual, norm_weight, gate, norm_eps=norm_eps, round_logits=round_router)
-    options = dict(top_k=top_k, normalise=normalise, round_weights=round_router)
-    halves = gate_up(normed, logits, (experts.gate, experts.up), (shared.gate, shared.up), **options)
-    return down(*halves, experts.down, shared.down), stream, counter

@@ -1,9 +1,9 @@
-"""Top-k of router logits inside a kernel, by every program for itself: Pallas, Triton lowering.
+"""Top-k of router logits inside a kernel: Pallas, Triton lowering.
 
 Logits [tokens, experts] lie in arrays [tokens, 32], one for 32 experts, so that a reduction over experts stays within a
 warp, where integers have an instruction for it (`redux.sync`). Floats are compared as the integers of the same order.
 
-A step's distinct experts, in ascending order, are its slots. Each is read once, whatever the number of its tokens.
+A step's distinct experts are its slots. Each is read once, whatever the number of its tokens.
 """
 
 from __future__ import annotations
@@ -58,16 +58,13 @@ def select(logits_ref, num_tokens: int, num_experts: int, top_k: int) -> Selecti
     return Selection(chosen, scores, _fold(jnp.add, scores).sum(axis=1))
 
 
-def select_row(logits_ref, num_experts: int, top_k: int, first_row) -> tuple[list[jax.Array], list[jax.Array]]:
-    """One token's experts in the order of their logits, and their scores (sigmoids): `top_k` numbers each.
-
-    `first_row` is 0 and says that other programs of the launch wrote the logits: see `block._wait`.
-    """
+def select_row(logits_ref, num_experts: int, top_k: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """One token's experts in the order of their logits, and their scores (sigmoids): `top_k` numbers each."""
     lane = lax.broadcasted_iota(jnp.int32, (WARP,), 0)
     chunks, keys = range(0, num_experts, WARP), []
     for first in chunks:
         inside = first + lane < num_experts
-        value = plt.load(logits_ref.at[first_row + lane * 0, first + lane], mask=inside, other=0.0, volatile=True)
+        value = plt.load(logits_ref.at[lane * 0, first + lane], mask=inside, other=0.0)
         keys.append(jnp.where(inside, _ordered(value), LOWEST))
     experts, scores = [], []
     for _ in range(top_k):
@@ -95,27 +92,26 @@ def _ordered(value: jax.Array) -> jax.Array:
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
-def routing_weights(selection: Selection, expert, normalise: bool, rounded: bool) -> jax.Array:
-    """Each token's weight of one expert, float32 [tokens]; 0 where it was not selected."""
-    lane = lax.broadcasted_iota(jnp.int32, selection.scores[0].shape, 1)
-    here = [jnp.where(i * WARP + lane == expert, score, 0.0) for i, score in enumerate(selection.scores)]
-    weight = _fold(jnp.add, here).sum(axis=1)
+def routing_weights(selection: Selection, normalise: bool, rounded: bool) -> list[jax.Array]:
+    """Each token's weight of each expert, for each 32 experts float32 [tokens, 32]; 0 where not selected."""
+    scores = selection.scores
     if normalise:
-        weight = weight / (selection.total + 1e-20)
-    return weight.astype(jnp.bfloat16).astype(jnp.float32) if rounded else weight
+        total = selection.total[:, None] + 1e-20
+        scores = [score / total for score in scores]
+    return [score.astype(jnp.bfloat16).astype(jnp.float32) for score in scores] if rounded else scores
 
 
-def slot_expert(selection: Selection, slot) -> tuple[jax.Array, jax.Array]:
-    """The expert of a slot, -1 past the last; and the number of slots that have one."""
+def slots(selection: Selection) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+    """For each 32 experts which are used, bool [32], and their slots, int32 [32]; and the number of slots."""
     lane = lax.broadcasted_iota(jnp.int32, (WARP,), 0)
-    before, found = jnp.int32(0), []
-    for i, chosen in enumerate(selection.chosen):
-        used = chosen.astype(jnp.int32).max(axis=0)
-        mask = (used << lane).sum()
-        rank = before + lax.population_count(mask & ((1 << lane) - 1))
-        found.append(jnp.where((used > 0) & (rank == slot), i * WARP + lane, -1))
+    before, used, places = jnp.int32(0), [], []
+    for chosen in selection.chosen:
+        here = chosen.astype(jnp.int32).max(axis=0)
+        mask = (here << lane).sum()
+        used.append(here > 0)
+        places.append(before + lax.population_count(mask & ((1 << lane) - 1)))
         before = before + lax.population_count(jnp.broadcast_to(mask, (WARP,))).max()
-    return _fold(jnp.maximum, found).max(), before
+    return used, places, before
 
 
 def _fold(operation, arrays):

@@ -1,7 +1,8 @@
-"""The MoE block of a decode step in two launches: Pallas, Triton lowering.
+"""The MoE block of a decode step in two launches, three for several tokens: Pallas, Triton lowering.
 
-1. `gate_up`: each program takes one slot (a distinct expert of the step) or a part of the shared expert, finds its
-   expert in the router's logits by itself, and computes silu(gate) * up for 16 rows or more and all tokens.
+1. `gate_up`: each program takes one slot (a distinct expert of the step) or a part of the shared expert, and computes
+   silu(gate) * up for 16 rows or more and all tokens. With one token it finds its expert in the router's logits by
+   itself; for several tokens another launch does that once.
 2. `down`: each program computes 16 rows of the output: all experts' down projections, weighted and added to the shared
    expert's. Warps work on several experts at once.
 
@@ -29,7 +30,7 @@ from pallas_kernels.dense_gemv.triton import (
     silu,
     store_rows,
 )
-from pallas_kernels.moe.selection import routing_weights, select, slot_expert
+from pallas_kernels.moe.selection import WARP, routing_weights, row_weights, select, select_row, slots
 from pallas_kernels.warp_tiles import ROW_GROUP, Tiles
 
 
@@ -54,11 +55,14 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, bloc
     tiles = Tiles(hidden, blocks.num_warps, weight_format, num_tokens, interpret)
     block_rows = blocks.row_groups * ROW_GROUP
     slot_programs, shared_programs = pl.cdiv(inner, block_rows), pl.cdiv(shared_inner, block_rows)
-    leaves, treedef = jax.tree.flatten((x, logits, experts, shared))
+    routing = dict(top_k=top_k, normalise=normalise, round_weights=round_weights)
+    # One token's selection is quick enough for every program to do it; several tokens' is a launch of its own.
+    selected = None if num_tokens == 1 else _select(logits, num_slots, **routing, interpret=interpret)
+    leaves, treedef = jax.tree.flatten((x, logits if selected is None else selected[0], experts, shared))
 
     def kernel(*refs):
-        x_ref, logits_ref, expert_refs, shared_refs = jax.tree.unflatten(treedef, refs[: len(leaves)])
-        out_ref, shared_ref, ids_ref, count_ref, weights_ref = refs[len(leaves) :]
+        x_ref, slots_ref, expert_refs, shared_refs = jax.tree.unflatten(treedef, refs[: len(leaves)])
+        out_ref, shared_ref, *selected_refs = refs[len(leaves) :]
         program = pl.program_id(0)
 
         def activations():
@@ -67,16 +71,11 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, bloc
         @pl.when(program < num_slots * slot_programs)
         def _routed():
             slot, row = program // slot_programs, program % slot_programs * block_rows
-            selection = select(logits_ref, num_tokens, num_experts, top_k)
-            expert, count = slot_expert(selection, slot)
-
-            @pl.when(program % slot_programs == 0)
-            def _record():
-                weights = routing_weights(selection, expert, normalise, round_weights)
-                token = lax.broadcasted_iota(jnp.int32, weights.shape, 0)
-                plt.store(weights_ref.at[slot, token], weights, mask=token < num_tokens)
-                plt.store(ids_ref.at[slot], expert)
-                plt.store(count_ref.at[jnp.int32(0)], count)
+            if selected is None:
+                first_of_slot = program % slot_programs == 0
+                expert = _select_one(slots_ref, slot, first_of_slot, num_experts, selected_refs, **routing)
+            else:
+                expert = slots_ref[slot]
 
             @pl.when(expert >= 0)
             def _compute():
@@ -92,20 +91,80 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, bloc
             end = shared_inner if shared_inner % block_rows else None
             store_rows(tiles, shared_ref, silu(gate) * up, row, end, blocks.row_groups)
 
-    return pl.pallas_call(
+    out = pl.pallas_call(
         kernel,
         grid=(num_slots * slot_programs + shared_programs,),
         out_shape=[
             jax.ShapeDtypeStruct((num_slots, num_tokens, inner), jnp.bfloat16),
             jax.ShapeDtypeStruct((num_tokens, shared_inner), jnp.bfloat16),
-            jax.ShapeDtypeStruct((num_slots,), jnp.int32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            jax.ShapeDtypeStruct((num_slots, num_tokens), jnp.float32),
+            *(_selected_shapes(num_slots, num_tokens) if selected is None else ()),
         ],
         compiler_params=plt.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
         interpret=interpret,
         name="moe_gate_up",
     )(*leaves)
+    return [*out, *(selected or ())]
+
+
+def _selected_shapes(num_slots: int, num_tokens: int) -> list[jax.ShapeDtypeStruct]:
+    """The slots' experts, their number, and the tokens' weights."""
+    return [
+        jax.ShapeDtypeStruct((num_slots,), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        jax.ShapeDtypeStruct((num_slots, num_tokens), jnp.float32),
+    ]
+
+
+def _select_one(logits_ref, slot, record, num_experts, selected_refs, *, top_k, normalise, round_weights):
+    """One token's expert of a slot, which the program that `record` is set for notes with its weight."""
+    ids_ref, count_ref, weights_ref = selected_refs
+    experts, scores = select_row(logits_ref, num_experts, top_k)
+    expert = experts[0]
+    for other, candidate in enumerate(experts[1:], 1):
+        expert = lax.select(slot == other, candidate, expert)
+
+    @pl.when(record)
+    def _():
+        weights = row_weights(scores, normalise, round_weights)
+        weight = weights[0]
+        for other, candidate in enumerate(weights[1:], 1):
+            weight = lax.select(slot == other, candidate, weight)
+        plt.store(ids_ref.at[slot], expert)
+        plt.store(weights_ref.at[slot, jnp.int32(0)], weight)
+        plt.store(count_ref.at[jnp.int32(0)], jnp.int32(top_k))
+
+    return expert
+
+
+def _select(logits, num_slots, *, top_k, normalise, round_weights, interpret):
+    """Several tokens' slots, weights and count, in one program."""
+    num_tokens, num_experts = logits.shape
+
+    def kernel(logits_ref, ids_ref, count_ref, weights_ref):
+        selection = select(logits_ref, num_tokens, num_experts, top_k)
+        used, places, count = slots(selection)
+        lane = lax.broadcasted_iota(jnp.int32, (WARP,), 0)
+        token = lax.broadcasted_iota(jnp.int32, selection.scores[0].shape, 0)
+        weights = routing_weights(selection, normalise, round_weights)
+        for i, (here, place, weight) in enumerate(zip(used, places, weights, strict=True)):
+            plt.store(ids_ref.at[place], i * WARP + lane, mask=here)
+            at = jnp.broadcast_to(place[None], token.shape)
+            plt.store(weights_ref.at[at, token], weight, mask=here[None] & (token < num_tokens))
+        shape = (pl.next_power_of_2(num_slots), token.shape[0])
+        rest, token = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+        empty = (rest >= count) & (rest < num_slots)
+        plt.store(ids_ref.at[rest], jnp.full(shape, -1), mask=empty)
+        plt.store(weights_ref.at[rest, token], jnp.zeros(shape), mask=empty & (token < num_tokens))
+        plt.store(count_ref.at[jnp.int32(0)], count)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(1,),
+        out_shape=_selected_shapes(num_slots, num_tokens),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="moe_select",
+    )(logits)
 
 
 def down(activations, shared_activations, ids, count, weights, experts, shared, *, blocks, interpret):
@@ -129,10 +188,10 @@ def down(activations, shared_activations, ids, count, weights, experts, shared, 
         bound = hidden if hidden % ROW_GROUP else None
         shared_loaded = load_groups(shared_tiles, shared_ref, row, 1, hidden)
 
-        def add_slots(first, total):
-            """Adds slots first .. first + passes * groups - 1, whose weights are all asked for at once."""
+        def load(first):
+            """Slots first .. first + passes * groups - 1: who they are, and their weights, all asked for at once."""
             chunks = [[_slot(first + p * groups + i, num_slots, ids_ref) for i in range(groups)] for p in range(passes)]
-            loaded = [
+            return chunks, [
                 [
                     tuple(
                         tiles.load(expert_ref, step, row + half, bound, [expert for _, expert in chunk])
@@ -142,21 +201,30 @@ def down(activations, shared_activations, ids, count, weights, experts, shared, 
                 ]
                 for chunk in chunks
             ]
+
+        def multiply(chunks, loaded):
             sums = []
             for chunk, steps in zip(chunks, loaded, strict=True):
                 sums.append(tiles.zeros())
-                for step, pair in enumerate(steps):
+                for step, (upper, lower) in enumerate(steps):
                     x = tiles.load_tokens(x_ref, step, [slot for slot, _ in chunk])
-                    sums[-1] = tiles.multiply(*pair, tiles.spread(x), sums[-1])
-            return total + _weighted(tiles, tiles.finish(sums), chunks, expert_ref, weights_ref)
+                    sums[-1] = tiles.multiply(upper, lower, tiles.spread(x), sums[-1])
+            return _weighted(tiles, tiles.finish(sums), chunks, expert_ref, weights_ref)
 
-        shape = (8, 2, 1) if tiles.single else (8, 4, 4, 1)
-        total = jnp.zeros(shape, jnp.float32)
-        if passes * groups >= num_slots:
-            total = add_slots(jnp.int32(0), total)
+        at_once = passes * groups
+        if at_once >= num_slots:
+            chunks, loaded = load(jnp.int32(0))
+            total = multiply(chunks, loaded)
         else:
-            trips = pl.cdiv(count_ref[0], passes * groups)
-            total = lax.fori_loop(0, trips, lambda i, total: add_slots(i * passes * groups, total), total)
+
+            def turn(i, carry):
+                total, *now = carry
+                following = load((i + 1) * at_once)  # under way while these are multiplied
+                return total + multiply(*now), *following
+
+            nothing = jnp.zeros((8, 2, 1) if tiles.single else (8, 4, 4, 1), jnp.float32)
+            start = (nothing, *load(jnp.int32(0)))
+            total, *_ = lax.fori_loop(0, pl.cdiv(count_ref[0], at_once), turn, start)
         shared_x = [
             shared_tiles.spread(shared_tiles.load_tokens(shared_x_ref, step)) for step in range(shared_tiles.num_steps)
         ]

@@ -6,6 +6,8 @@ import jax
 
 from pallas_kernels.router import reference, triton
 from pallas_kernels.router.triton import Blocks
+from pallas_kernels.tuning import block_sizes, case_of
+from pallas_kernels.warp_tiles import Matrix
 
 __all__ = ["Blocks", "router"]
 
@@ -36,4 +38,5 @@ def router(
     options = dict(norm_eps=norm_eps, round_logits=round_logits)
     if implementation == "reference":
         return reference.router(x, residual, norm_weight, gate, **options)
-    return list(triton.router(x, residual, norm_weight, gate, **options, blocks=blocks or Blocks(), interpret=interpret))
+    blocks = blocks or Blocks(**block_sizes("router", case_of([Matrix(gate)], x.shape[0])) or {})
+    return list(triton.router(x, residual, norm_weight, gate, **options, blocks=blocks, interpret=interpret))

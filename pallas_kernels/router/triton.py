@@ -54,7 +54,10 @@ def router(x, residual, norm_weight, gate, *, norm_eps, round_logits, blocks, in
         plt.store(normed_ref.at[token, column], normed, mask=once)
         plt.store(stream_ref.at[token, column], total.astype(jnp.bfloat16), mask=once)
 
-    out_shape = [jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32), *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2]
+    out_shape = [
+        jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32),
+        *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
+    ]
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(num_experts, blocks.experts),),
