@@ -7,11 +7,12 @@ one JSON line, then a table.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from benchmarks.full_size import MODELS, full_size, matrix_rate, with_layers
 from modeling.architecture import Config
 from modeling.batch import Batch
+from modeling.cache import Cache
 from modeling.flint.config import FlintConfig
 
 
@@ -50,22 +52,16 @@ def measure(config: Config, weight_format: str, tokens: int, chunk: int, repeats
     """Times whole prompts, logits of the last position included."""
     model, cache, pages = full_size(config, weight_format, 1, tokens + chunk, chunk)
     leaves, treedef = jax.tree.flatten(model)
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def step(leaves, cache, ids, start):
-        model = jax.tree.unflatten(treedef, leaves)
-        hidden, cache = model.forward(Batch(ids, start, jnp.full(1, chunk, jnp.int32), pages), cache)
-        return cache, model.logits(hidden[:, -1])
-
+    step = jax.jit(prefill_step(treedef), donate_argnums=1)
     ids = jax.random.randint(jax.random.key(2), (1, chunk), 0, config.vocab_size, jnp.int32)
     started = time.perf_counter()
-    cache, logits = jax.block_until_ready(step(leaves, cache, ids, jnp.zeros(1, jnp.int32)))
+    cache, logits = jax.block_until_ready(step(leaves, cache, ids, jnp.zeros(1, jnp.int32), pages))
     compile_s = time.perf_counter() - started
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
         for start in range(0, tokens, chunk):
-            cache, logits = step(leaves, cache, ids, jnp.full(1, start, jnp.int32))
+            cache, logits = step(leaves, cache, ids, jnp.full(1, start, jnp.int32), pages)
         logits.block_until_ready()
         times.append(time.perf_counter() - started)
     median, rate = statistics.median(times), matrix_rate()
@@ -84,6 +80,21 @@ def measure(config: Config, weight_format: str, tokens: int, chunk: int, repeats
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,
     )
+
+
+def prefill_step(treedef: Any) -> Callable:
+    """One chunk of one sequence: a function (leaves, cache, ids, start, pages) -> (cache, logits), not jitted.
+
+    Args:
+        treedef: of the model, whose leaves the function takes.
+    """
+
+    def step(leaves, cache: Cache, ids, start, pages) -> tuple[Cache, jax.Array]:
+        model = jax.tree.unflatten(treedef, leaves)
+        hidden, cache = model.forward(Batch(ids, start, jnp.full(1, ids.shape[1], jnp.int32), pages), cache)
+        return cache, model.logits(hidden[:, -1])
+
+    return step
 
 
 def flops(config: Config, tokens: int) -> float:

@@ -9,7 +9,6 @@ last one kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -134,14 +133,14 @@ def filter_logits(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: 
 
     def apply_top_k() -> jax.Array:
         k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
-        threshold = _largest_threshold(order, lambda kept: kept.sum(-1) >= k)
+        threshold = _largest_threshold(order, jnp.ones_like(scaled), k.astype(jnp.float32))
         return jnp.where(order >= threshold[:, None], scaled, -jnp.inf)
 
     def apply_top_p() -> jax.Array:
         weights = jnp.exp(by_k)
         # Never nothing: the most likely token weighs 1, and a denormal product would be flushed to 0.
         wanted = jnp.maximum(top_p * weights.sum(-1), 1e-6)
-        threshold = _largest_threshold(order, lambda kept: jnp.where(kept, weights, 0).sum(-1) >= wanted)
+        threshold = _largest_threshold(order, weights, wanted)
         return jnp.where((order >= threshold[:, None]) | (top_p >= 1)[:, None], by_k, -jnp.inf)
 
     by_k = lax.cond(((top_k <= 0) | (top_k >= vocab)).all(), lambda: scaled, apply_top_k)
@@ -155,17 +154,20 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _largest_threshold(order: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest threshold [rows] at which the kept set `order >= threshold` is still enough, bit by bit.
+def _largest_threshold(order: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The largest threshold [rows] at which the kept set `order >= threshold` still weighs `wanted` [rows].
 
-    Costs 32 passes over the vocabulary and no sort, which a GPU does in one block a row.
+    Found four bits at a time, in 8 passes over the vocabulary and without a sort, which a GPU does in one block a row.
+    The passes are unrolled: a loop inside a conditional would keep the decode step out of a command buffer.
     """
-
-    def try_bit(i: int, threshold: jax.Array) -> jax.Array:
-        candidate = threshold | (jnp.uint32(1 << 31) >> jnp.uint32(i))
-        return jnp.where(enough(order >= candidate[:, None]), candidate, threshold)
-
-    return lax.fori_loop(0, 32, try_bit, jnp.zeros(order.shape[0], jnp.uint32))
+    threshold = jnp.zeros(order.shape[0], jnp.uint32)
+    digits = jnp.arange(1, 16, dtype=jnp.uint32)
+    for shift in range(28, -1, -4):
+        candidates = threshold[:, None] | digits << shift  # [rows, 15]
+        kept = order[:, None, :] >= candidates[:, :, None]
+        enough = jnp.where(kept, weights[:, None, :], 0.0).sum(-1) >= wanted[:, None]
+        threshold = threshold | enough.sum(-1).astype(jnp.uint32) << shift
+    return threshold
 
 
 def _gumbel(state: SamplingState, vocab: int) -> jax.Array:

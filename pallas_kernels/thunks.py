@@ -84,7 +84,7 @@ def parse(sequence: str, metadata: str, hlo: str) -> list[Thunk]:
     operations, trips = _operations(hlo)
     root = Thunk("", "")
     around = [_Open(-1, root)]  # the thunks that the current line is in
-    for line in sequence.splitlines():
+    for line in sequence.replace("No thunks.", "\n").splitlines():  # of an empty branch; XLA ends no line after it
         if label := _LABEL.fullmatch(line.rstrip()):
             # XLA writes `condition:` without its indentation; it always follows its loop.
             while label[2] != "condition" and around[-1].indent >= len(label[1]):

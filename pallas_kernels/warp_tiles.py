@@ -16,9 +16,9 @@ long as weights and activations agree: `mma` sums over them.
     columns; `finish` adds the parts and the warps.
 
 NVFP4 with one token is a case of its own (`Tiles.single`), since decoding is then what limits a kernel. The eight
-columns that `mma` has for tokens take the eight scale groups of a tile instead: lane g = 2 * t + s holds the activations
-of group 2 * t + s, half s of the columns of lanes t, the others hold zeros. So a block scale multiplies one float32
-sum instead of sixteen weights.
+columns that `mma` has for tokens take the eight scale groups of a tile instead: lane g = 2 * t + s holds the
+activations of group 2 * t + s, half s of the columns of lanes t, the others hold zeros. So a block scale multiplies one
+float32 sum instead of sixteen weights.
 
     accumulator [w, g, t, 2 * s + h] is row g + 8 * h over scale group 2 * t + s of each tile; the rest is not used.
 
@@ -296,8 +296,8 @@ class Tiles:
         return [_masked_load(x, (token, column), slot, self._within(column, mask)) for column in places]
 
     def _own_places(self, step: int) -> list[tuple[jax.Array, jax.Array]]:
-        """The single case: lane g = 2 * t + s holds the two parts of scale group 2 * t + s, the others none. Columns, and
-        which of them exist."""
+        """The single case: lane g = 2 * t + s holds the two parts of scale group 2 * t + s, the others none. Columns,
+        and which of them exist."""
         s = self.iota(1) - 2 * self.iota(2)
         own = (s >= 0) & (s < 2)
         columns = [self._column(step, 2 * s + part) for part in range(2)]
@@ -305,15 +305,21 @@ class Tiles:
 
     def load_columns(self, x: Any, step: int) -> list[jax.Array]:
         """As `load_tokens`, a vector [columns] that is the same for all tokens."""
-        places = [self._column(step, part) for part in range(self.lane_parts)]
-        return [_masked_load(x, (column,), None, self._within(column, None)) for column in places]
+        return [_masked_load(x, (column,), None, fits) for column, fits in self._places_of_step(step)]
 
     def store_tokens(self, out: Any, parts: Sequence[jax.Array], step: int, mask: Any) -> None:
         """The inverse of `load_tokens`, where `mask` is set."""
-        for part, values in enumerate(parts):
-            column = self._column(step, part)
-            fits = self._within(column, mask & (self.iota(1) < self.num_tokens))
-            plt.store(out.at[self.iota(1), column], values, mask=fits)
+        for values, (column, fits) in zip(parts, self._places_of_step(step), strict=True):
+            token = self.iota(1) * 0 if self.single else self.iota(1)
+            fits = mask if fits is None else mask & fits
+            plt.store(out.at[token, column], values, mask=fits & (token < self.num_tokens))
+
+    def _places_of_step(self, step: int) -> list[tuple[jax.Array, Any]]:
+        """Columns of each part of `load_tokens`, and which of them exist (None: all)."""
+        if self.single:
+            return list(self._own_places(step))
+        columns = [self._column(step, part) for part in range(self.lane_parts)]
+        return [(column, self._within(column, None)) for column in columns]
 
     @property
     def lanes_hold_a_row(self) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from modeling.architecture import Model
 from modeling.batch import MediaRows
+from modeling.kernels import choose_kernels, with_kernels
 from modeling.sampling import TopLogprobs
 from serve.admission import admission
 from serve.capacity import cache_shape
@@ -63,6 +64,7 @@ class EngineConfig:
         num_draft_tokens: tokens drafted and checked a step, at most the model's drafting depths; 0 switches speculation
             off, None drafts `serve.speculative.DRAFT_TOKENS` or as many as the model can.
         media_cache_bytes: host memory for tower outputs of pictures and clips seen before.
+        kernels: how decode steps run: "pallas" (fused kernels), "plain" (XLA), or "auto", the kernels where they can.
         progress: show a bar while compiling.
     """
 
@@ -74,6 +76,7 @@ class EngineConfig:
     max_queue: int = 1024
     num_draft_tokens: int | None = None
     media_cache_bytes: int = 256 << 20
+    kernels: str = "plain"
     progress: bool = True
 
 
@@ -103,18 +106,15 @@ class Engine:
             raise ValueError(f"{len(self.eos_token_ids)} end tokens; at most {MAX_STOP_TOKENS} are supported")
         if any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(model)):
             raise ValueError("the engine runs on one device; load the model without a mesh (modeling.score takes one)")
+        [device] = jax.tree.leaves(model)[0].devices()
+        model = with_kernels(model, choose_kernels(model, config.kernels, config.num_slots, device))
         self.config = config
         self._chunks = config.prefill_chunks or (CPU_CHUNKS if jax.default_backend() == "cpu" else ACCELERATOR_CHUNKS)
+        slots, chunk = config.num_slots, max(self._chunks)
+        cache = cache_shape(model, slots, self.max_model_len, chunk, self.num_draft_tokens, config.cache_bytes)
         shapes = Shapes(
-            num_slots=config.num_slots,
-            cache=cache_shape(
-                model,
-                config.num_slots,
-                self.max_model_len,
-                max(self._chunks),
-                self.num_draft_tokens,
-                config.cache_bytes,
-            ),
+            num_slots=slots,
+            cache=cache,
             prefill_chunks=self._chunks,
             decode_steps=config.decode_steps,
             num_stops=MAX_STOP_TOKENS,

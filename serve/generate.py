@@ -21,6 +21,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer", help="folder or repository of the tokenizer, where it is not with the model")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument(
+        "--kernels",
+        choices=["auto", "pallas", "plain"],
+        default="plain",
+        help="fused decode kernels, plain XLA (default), or the kernels where they can run",
+    )
     parser.add_argument("--system", help="a system message")
     media = {"dest": "media", "action": "append", "default": [], "metavar": "FILE"}
     parser.add_argument("--image", type=image_part, **media, help="a picture before the prompt; may be repeated")
@@ -62,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             tokenizer=args.tokenizer,
             dtype=args.dtype,
             text_only=not args.media,
+            kernels=args.kernels,
             max_model_len=args.max_model_len,
             num_draft_tokens=args.num_draft_tokens,
             num_slots=1,

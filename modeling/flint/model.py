@@ -4,12 +4,14 @@ Two ways to run it share every layer:
 
 * `model(tokens)` is the definition: no cache, dense attention, every expert on every token, differentiable.
 * `model.forward(batch, cache)` is what the engine, the scorer and the benchmarks jit: one chunk of each row against
-  a paged cache. A decode step is a chunk of one token.
+  a paged cache. A decode step is a chunk of one token; with `decode_kernels` it runs as fused kernels
+  (`modeling.flint.decode`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -18,6 +20,7 @@ from flax import nnx
 
 from modeling.batch import Batch
 from modeling.cache import Cache, LayerCache, write_pages
+from modeling.flint import decode
 from modeling.flint.config import SLIDING, FlintConfig
 from modeling.layers.attention import dense_attention, paged_attention
 from modeling.layers.embedding import Embedding
@@ -26,6 +29,7 @@ from modeling.layers.mlp import SwiGLU
 from modeling.layers.moe import SparseMLP
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rope import apply_rope, rope_angles
+from pallas_kernels.warp_tiles import MAX_TOKENS
 
 # q [batch, tokens, heads, head_dim], k, v [batch, tokens, kv_heads, head_dim], sinks [heads], window ->
 # output like q, and the layer's updated cache (None without one).
@@ -109,6 +113,7 @@ class Flint(nnx.Module):
         dtype: compute dtype. bfloat16 follows the reference's rounding points; float32 rounds nowhere.
         weight_format: "bf16" or "nvfp4" (packed linear layers, the LM head included).
         router_dtype: see `SparseMLP`.
+        decode_kernels: how steps of one token and at most eight rows run; None for plain XLA. See `modeling.kernels`.
         num_mtp_layers, vision, audio: what Flint does not have, for callers that run either model.
     """
 
@@ -131,6 +136,7 @@ class Flint(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.weight_format = weight_format
+        self.decode_kernels: decode.Kernels | None = None
 
     @classmethod
     def abstract(cls, config: FlintConfig, **options) -> Flint:
@@ -144,7 +150,10 @@ class Flint(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Final hidden states [..., hidden_size] to float32 logits [..., vocab_size]."""
+        *lead, size = hidden.shape
         with jax.named_scope("lm_head"):
+            if self.decode_kernels and math.prod(lead) <= MAX_TOKENS:
+                return decode.logits(self, hidden.reshape(-1, size), self.decode_kernels).reshape(*lead, -1)
             return self.lm_head.accumulate(hidden)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -159,7 +168,7 @@ class Flint(nnx.Module):
         for layer in self.layers:
             x, residual, _ = layer(x, residual, angles, attend, valid=None)
         y, _ = self.norm.add(x, residual)
-        return self.logits(y)
+        return self.lm_head.accumulate(y)
 
     def forward(self, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
         """Runs one chunk of each row and writes its keys and values to the cache.
@@ -171,7 +180,9 @@ class Flint(nnx.Module):
         Returns:
             Final hidden states [batch, chunk, hidden_size] (rows past `lengths` are meaningless) and the updated cache.
         """
-        chunk = batch.tokens.shape[1]
+        rows, chunk = batch.tokens.shape
+        if self.decode_kernels and chunk == 1 and rows <= MAX_TOKENS:
+            return decode.decode(self, batch, cache, self.decode_kernels)
         positions = batch.starts[:, None] + jnp.arange(chunk)
         valid = jnp.arange(chunk) < batch.lengths[:, None]
         angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)

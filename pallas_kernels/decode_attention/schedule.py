@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from pallas_kernels.tuning import attention_case, block_sizes
+
 PAGE_SIZE = 64  # tokens
 MIN_HEADS = 8  # of a kv head's group, after padding: the least a matrix instruction takes
 # At once: two on each of the H200's 132 processors.
@@ -50,11 +52,14 @@ def max_tiles(entries: int, window: int | None, block_keys: int) -> int:
 def default_schedule(
     batch: int, num_kv_heads: int, entries: int, window: int | None, num_splits: int | None = None
 ) -> Schedule:
-    """A schedule for the longest context that the table allows.
+    """A schedule for the longest context that the table allows: the tuned one, or else a rule.
 
     Without a window as many splits as run at once, room left for the programs of new tokens. A sliding layer is a
     matter of latency: one tile a split, unless that makes many more programs than run at once.
     """
+    case = attention_case(batch, num_kv_heads, entries, window)
+    if num_splits is None and (sizes := block_sizes("decode_attention", case)):
+        return Schedule(**sizes)
     rows = batch * num_kv_heads
     tiles = max(1, max_tiles(entries, window, Schedule.block_keys))
     if num_splits is None and window is None:

@@ -51,7 +51,7 @@ def dense_gemv(
         problem = supports(x.shape[0], x.shape[1], matrices)
         if problem:
             raise ValueError(f"dense_gemv has no kernel for {problem}; use implementation='reference'")
-        blocks = blocks or default_blocks(*x.shape, matrices, activation)
+        blocks = blocks or default_blocks(x.shape[0], x.shape[1], matrices, activation)
         run, options = triton.dense_gemv, dict(blocks=blocks, interpret=interpret)
     return list(
         run(
@@ -79,8 +79,8 @@ def default_blocks(
         return Blocks(1, 4)
     if num_columns > 2048:
         return Blocks(1, 16)
-    # Several tokens' norms are dear: fewer programs that do them.
-    return Blocks(1 if num_tokens == 1 else 3, 8)
+    # Several tokens' norms are dear: fewer programs that do them, as far as registers go.
+    return Blocks(1 if num_tokens == 1 or activation == "swiglu" else 2, 8)
 
 
 def supports(num_tokens: int, num_columns: int, matrices: Sequence[Matrix]) -> str | None:

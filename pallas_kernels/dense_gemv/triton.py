@@ -94,8 +94,11 @@ def normalised(tiles: Tiles, x_ref: Any, norm: Norm) -> list[list[jax.Array]]:
         for part in parts:
             squares = squares + part * part
         sums.append(parts)
-    mean = squares.sum(axis=3).sum(axis=2).sum(axis=0) / tiles.num_columns  # [8 tokens]
-    scale = lax.rsqrt(mean + norm.eps)[None, :, None, None]
+    if tiles.single:  # the lanes hold different columns of one token
+        scale = lax.rsqrt(squares.sum() / tiles.num_columns + norm.eps)
+    else:
+        mean = squares.sum(axis=3).sum(axis=2).sum(axis=0) / tiles.num_columns  # [8 tokens]
+        scale = lax.rsqrt(mean + norm.eps)[None, :, None, None]
     if norm.stream is not None:
         for step in steps:
             stream = [part.astype(jnp.bfloat16) for part in sums[step]]

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.moe import reference, triton
 from pallas_kernels.moe.triton import Blocks
+from pallas_kernels.tuning import block_sizes, case_of
 from pallas_kernels.warp_tiles import Matrix
 
 __all__ = ["Blocks", "Matrix", "default_blocks", "down", "gate_up"]
@@ -42,7 +43,8 @@ def gate_up(
     options = dict(top_k=top_k, normalise=normalise, round_weights=round_weights)
     if implementation == "reference":
         return reference.gate_up(x, logits, experts, shared, **options)
-    options |= dict(blocks=blocks or default_blocks(x.shape[0], experts[0]), interpret=interpret)
+    blocks = blocks or default_blocks("moe_gate_up", x.shape[0], experts[0], shared[0])
+    options |= dict(blocks=blocks, interpret=interpret)
     return list(triton.gate_up(x, logits, experts, shared, **options))
 
 
@@ -70,11 +72,14 @@ def down(
     arguments = (activations, shared_activations, ids, count, weights, experts, shared)
     if implementation == "reference":
         return reference.down(*arguments)
-    return triton.down(*arguments, blocks=blocks or default_blocks(activations.shape[1], experts), interpret=interpret)
+    blocks = blocks or default_blocks("moe_down", activations.shape[1], experts, shared)
+    return triton.down(*arguments, blocks=blocks, interpret=interpret)
 
 
-def default_blocks(num_tokens: int, experts: Matrix) -> Blocks:
-    """Block sizes for an H200: one token's experts are all asked for at once, several tokens' a few at a time."""
+def default_blocks(op: str, num_tokens: int, experts: Matrix, shared: Matrix) -> Blocks:
+    """Those of the device's table; else one token's experts all asked for at once, several tokens' a few at a time."""
+    if sizes := block_sizes(op, case_of((experts, shared), num_tokens)):
+        return Blocks(**sizes)
     if experts.scales is None:
         return Blocks(down_warps=16, down_passes=6 if num_tokens == 1 else 2)
     return Blocks(down_passes=3 if num_tokens == 1 else 2)

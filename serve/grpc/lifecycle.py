@@ -91,6 +91,7 @@ def _load(config: ServeConfig, assemble: Assemble | None) -> Assembled:
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         text_only=config.text_only,
+        kernels=config.kernels,
         num_draft_tokens=config.num_draft_tokens,
         num_slots=config.num_slots,
         max_queue=config.max_queue,

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from benchmarks import decode, prefill, speculation
 from benchmarks.full_size import MODELS, abstract_model
 from modeling.flint.config import FlintConfig
+from modeling.flint.decode import Kernels
 from modeling.flint.model import Flint
 from modeling.inkling.config import INKLING_SMALL, InklingConfig
 
@@ -34,9 +36,43 @@ def test_commands_print_one_json_line(weight_format, monkeypatch, capsys):
     line = json.loads(capsys.readouterr().out)
     assert line["ms_min"] <= line["ms_per_token"] <= line["ms_max"]
     assert 0 < line["fraction_of_bandwidth"] < 1
+    assert line["floor_ms"] == pytest.approx(line["ms_per_step"] * line["fraction_of_bandwidth"], rel=0.02)
     assert prefill.main(["--format", weight_format, "--tokens", "128", "--chunk", "64", "--repeats", "2"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["ms_min"] <= line["ms"] <= line["ms_max"]
+
+
+def decode_line(capsys, *arguments: str) -> dict:
+    common = ["--layers", "1", "--context", "100", "--batch", "2", "--steps", "2", "--repeats", "2"]
+    assert decode.main([*common, *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_decode_is_timed_with_kernels_and_beside_them_without(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(decode, "choose_kernels", lambda *args: asked.append(args[1:3]) or Kernels("reference"))
+    monkeypatch.setitem(MODELS, "flint", SMALL)
+    line = decode_line(capsys)
+    assert asked == [("auto", 2)]
+    assert line["path"] == "pallas"
+    own = {name for name in line if f"plain_{name}" in line}
+    assert own >= {"ms_per_token", "ms_min", "ms_max", "fraction_of_bandwidth", "kernels_per_step", "compile_s"}
+    line = decode_line(capsys, "--path", "pallas", "--sample")
+    assert asked[1:] == [("pallas", 2)]
+    assert (line["path"], line["sample"]) == ("pallas", True)
+    assert not [name for name in line if name.startswith("plain_")]
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernels can run here")
+def test_decode_without_kernels_says_so(monkeypatch, capsys, caplog):
+    monkeypatch.setitem(MODELS, "flint", SMALL)
+    line = decode_line(capsys, "--sample")
+    assert (line["path"], line["sample"], line["kernels_per_step"]) == ("plain", True, None)
+    assert not [name for name in line if name.startswith("plain_")]
+    assert "decode runs on plain XLA: the kernels need an NVIDIA GPU" in caplog.text
+    with pytest.raises(SystemExit):
+        decode.main(["--path", "pallas", "--layers", "1"])
+    assert "the Pallas decode kernels cannot run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def error(i, part, wrong=""):
 def differing(i, part, wrong=""):
     """Share of bfloat16 output values that are not bit-equal to the oracle's, in all rows but the worst tenth.
 
-    A sum inside the layer that falls on a rounding edge moves its whole row, and in which rows that happens differs from
-    processor to processor (one with bfloat16 instructions sums in another order). A wrong rule moves every row.
+    A sum inside the layer that falls on a rounding edge moves its whole row, and in which rows that happens differs
+    from processor to processor (one with bfloat16 instructions sums in another order). A wrong rule moves every row.
     """
     rows = (theirs(jnp.bfloat16, i, part, wrong) != ours(jnp.bfloat16)[i][1][part]).mean(axis=-1)
     return float(np.sort(rows.reshape(-1))[: -(TOKENS // 10)].mean())

@@ -162,6 +162,20 @@ def test_jx08_memory_fraction_is_set_before_jax_and_reported(folder, monkeypatch
     assert answer.stderr.splitlines()[-1] == f"error: {report.split()[3]}False"
 
 
+@pytest.mark.parametrize("options, kernels", [([], "plain"), (["--kernels", "pallas"], "pallas")])
+def test_the_engine_is_told_of_kernels(options, kernels):
+    """What it refuses ends the server as any unusable option does."""
+    code = (
+        "import sys\n"
+        "from serve.grpc.__main__ import main\n"
+        "def assemble(*_, **options):\n"
+        "    raise ValueError('kernels=' + options['kernels'])\n"
+        "sys.exit(main(['--port', '0', *sys.argv[1:]], assemble))"
+    )
+    answer = run("-c", code, *options)
+    assert (answer.returncode, answer.stderr.splitlines()[-1]) == (2, f"error: kernels={kernels}")
+
+
 def test_command_line_goes_over_the_file(tmp_path):
     path = tmp_path / "serve.yaml"
     path.write_text("port: 7000\nnum_slots: 3\nmemory_fraction: 1\ndrain_seconds: 5\n")
@@ -178,6 +192,7 @@ def test_command_line_goes_over_the_file(tmp_path):
         ("config: other.yaml", "unknown option 'config'"),
         ("port: '50051'", "port: Input should be a valid integer, got '50051'"),
         ("dtype: float16", "dtype: "),
+        ("kernels: triton", "kernels: Input should be 'auto', 'pallas' or 'plain', got 'triton'"),
         ("port: 70000", "port is 70000; it must be 0 to 65535"),
         ("memory_fraction: 0", "memory_fraction is 0"),
         ("num_slots: 0", "num_slots is 0; it must be 1 to 1024"),
