@@ -310,7 +310,8 @@ class Tiles:
     def store_tokens(self, out: Any, parts: Sequence[jax.Array], step: int, mask: Any) -> None:
         """The inverse of `load_tokens`, where `mask` is set."""
         for values, (column, fits) in zip(parts, self._places_of_step(step), strict=True):
-            token = self.iota(1) * 0 if self.single else self.iota(1)
+            # Lanes that store nothing point past the tokens, not at what others store: interpreted, they write it back.
+            token = jnp.where(fits, 0, 1) if self.single else self.iota(1)
             fits = mask if fits is None else mask & fits
             plt.store(out.at[token, column], values, mask=fits & (token < self.num_tokens))
 

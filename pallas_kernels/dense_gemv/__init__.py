@@ -43,8 +43,10 @@ def dense_gemv(
         The output [tokens, out], and with a residual also the rounded sum bfloat16 [tokens, in].
 
     Raises:
-        ValueError: for what `supports` refuses.
+        ValueError: for what `supports` refuses, and for a residual without a norm.
     """
+    if residual is not None and norm_weight is None:
+        raise ValueError("dense_gemv adds a residual only before a norm; give norm_weight too")
     if implementation == "reference":
         run, options = reference.dense_gemv, {}
     else:

@@ -87,8 +87,8 @@ def row_weights(scores: list[jax.Array], normalise: bool, rounded: bool) -> list
 
 
 def _ordered(value: jax.Array) -> jax.Array:
-    """Floats as integers of the same order; the two zeros are equal."""
-    bits = lax.bitcast_convert_type(value + 0.0, jnp.int32)
+    """Floats as integers of the same order, -0 below +0: that of `lax.top_k` (spec 4.8)."""
+    bits = lax.bitcast_convert_type(value, jnp.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
