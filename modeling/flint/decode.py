@@ -111,7 +111,7 @@ def _layer(
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     with jax.named_scope("mlp"):
         if isinstance(mlp, SparseMLP):
-            x, stream = _sparse(kernels, mlp, x, stream, norm.weight[...], norm.eps)
+            x, stream = _sparse(kernels, mlp, x, stream, norm.weight[...], norm.eps, valid)
         else:
             normed = dict(residual=stream, norm_weight=norm.weight[...], norm_eps=norm.eps, activation="swiglu")
             act, stream = dense_gemv(x, [_matrix(mlp.gate_proj), _matrix(mlp.up_proj)], **normed, **how)
@@ -119,8 +119,8 @@ def _layer(
     return x, stream, cache._replace(k=k, v=v), counters
 
 
-def _sparse(kernels: Kernels, mlp: SparseMLP, x, stream, norm_weight, eps: float) -> tuple[jax.Array, jax.Array]:
-    """The MoE block with the add and norm before it: output and stream."""
+def _sparse(kernels: Kernels, mlp: SparseMLP, x, stream, norm_weight, eps: float, valid) -> tuple[jax.Array, jax.Array]:
+    """The MoE block with the add and norm before it: output and stream. Idle rows select no expert."""
     how, rounds, gate = kernels.how, mlp.router_dtype == "bfloat16", mlp.gate[...]
     logits, y, stream = router(x, stream, norm_weight, gate, norm_eps=eps, round_logits=rounds, **how)
     experts, shared = mlp.experts, mlp.shared_expert
@@ -132,6 +132,7 @@ def _sparse(kernels: Kernels, mlp: SparseMLP, x, stream, norm_weight, eps: float
         top_k=mlp.num_experts_per_tok,
         normalise=mlp.norm_topk_prob,
         round_weights=rounds,
+        valid=valid,
         **how,
     )
     matrices = _matrix(experts.down_proj), _matrix(shared.down_proj)

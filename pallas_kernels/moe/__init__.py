@@ -21,6 +21,7 @@ def gate_up(
     top_k: int,
     normalise: bool,
     round_weights: bool,
+    valid: jax.Array | None = None,
     blocks: Blocks | None = None,
     implementation: str = "triton",
     interpret: bool = False,
@@ -32,6 +33,7 @@ def gate_up(
         experts: gate and up, stacks [num_experts, inner, hidden]. shared: gate and up [shared_inner, hidden].
         top_k: experts a token. normalise: whether its weights are divided by their sum.
         round_weights: whether they are rounded to bfloat16 (spec 4.8).
+        valid: bool [tokens]; the others select no expert, so that none is read for them. One token selects in any case.
 
     Returns:
         By slot, a slot being one of the step's distinct experts: silu(gate) * up, rounded once (spec 4.9), bfloat16
@@ -40,7 +42,7 @@ def gate_up(
         tokens], 0 where it did not select it. Slots are in ascending order of their experts, with one token in
         descending order of their logits. Activations of slots without an expert are not written.
     """
-    options = dict(top_k=top_k, normalise=normalise, round_weights=round_weights)
+    options = dict(top_k=top_k, normalise=normalise, round_weights=round_weights, valid=valid)
     if implementation == "reference":
         return reference.gate_up(x, logits, experts, shared, **options)
     blocks = blocks or default_blocks("moe_gate_up", x.shape[0], experts[0], shared[0])

@@ -9,7 +9,7 @@ from jax import lax
 from pallas_kernels.dense_gemv.reference import accumulate, rounded
 
 
-def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights):
+def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, valid=None):
     """See `pallas_kernels.moe.gate_up`."""
     num_tokens, num_experts = logits.shape
     num_slots = min(num_tokens * top_k, num_experts)
@@ -18,9 +18,11 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights):
     if normalise:
         scores = scores / (scores.sum(-1, keepdims=True) + 1e-20)
     scores = rounded(scores, jnp.bfloat16 if round_weights else jnp.float32).astype(jnp.float32)
+    if valid is not None and num_tokens > 1:
+        scores, chosen = jnp.where(valid[:, None], scores, 0), jnp.where(valid[:, None], chosen, num_experts)
     by_expert = jnp.zeros((num_tokens, num_experts), jnp.float32)
-    by_expert = by_expert.at[jnp.arange(num_tokens)[:, None], chosen].set(scores)
-    used = jnp.zeros(num_experts, bool).at[chosen.reshape(-1)].set(True)
+    by_expert = by_expert.at[jnp.arange(num_tokens)[:, None], chosen].set(scores, mode="drop")
+    used = jnp.zeros(num_experts, bool).at[chosen.reshape(-1)].set(True, mode="drop")
     # Used experts first, ascending; one token's as they were selected.
     order = chosen[0] if num_tokens == 1 else jnp.argsort(~used, stable=True)[:num_slots]
     count = used.sum().astype(jnp.int32)[None]

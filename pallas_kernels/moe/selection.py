@@ -34,8 +34,8 @@ class Selection(NamedTuple):
     total: jax.Array
 
 
-def select(logits_ref, num_tokens: int, num_experts: int, top_k: int) -> Selection:
-    """The `top_k` largest logits of each token, the lower index first among equals."""
+def select(logits_ref, valid_ref, num_tokens: int, num_experts: int, top_k: int) -> Selection:
+    """The `top_k` largest logits of each token that is valid (None: all are), the lower index first among equals."""
     shape = (pl.next_power_of_2(num_tokens), WARP)
     token, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
     chunks = range(0, num_experts, WARP)
@@ -53,7 +53,10 @@ def select(logits_ref, num_tokens: int, num_experts: int, top_k: int) -> Selecti
         taken = [first + lane == place for first in chunks]
         keys = [jnp.where(take, LOWEST, key) for take, key in zip(taken, keys, strict=True)]
         chosen = [before | take for before, take in zip(chosen, taken, strict=True)]
-    chosen = [here & (token < num_tokens) for here in chosen]
+    selects = token < num_tokens
+    if valid_ref is not None:
+        selects &= plt.load(valid_ref.at[token], mask=selects, other=False).astype(jnp.bool)
+    chosen = [here & selects for here in chosen]
     scores = [jnp.where(here, 1 / (1 + jnp.exp(-value)), 0.0) for here, value in zip(chosen, logits, strict=True)]
     return Selection(chosen, scores, _fold(jnp.add, scores).sum(axis=1))
 

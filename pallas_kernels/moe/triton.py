@@ -45,7 +45,7 @@ class Blocks:
     down_passes: int = 4
 
 
-def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, blocks, interpret):
+def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, valid, blocks, interpret):
     """See `pallas_kernels.moe.gate_up`. experts, shared: (gate, up) matrices."""
     num_tokens, hidden = x.shape
     num_experts, inner = experts[0].weight.shape[:2]
@@ -57,7 +57,7 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, bloc
     slot_programs, shared_programs = pl.cdiv(inner, block_rows), pl.cdiv(shared_inner, block_rows)
     routing = dict(top_k=top_k, normalise=normalise, round_weights=round_weights)
     # One token's selection is quick enough for every program to do it; several tokens' is a launch of its own.
-    selected = None if num_tokens == 1 else _select(logits, num_slots, **routing, interpret=interpret)
+    selected = None if num_tokens == 1 else _select(logits, valid, num_slots, **routing, interpret=interpret)
     leaves, treedef = jax.tree.flatten((x, logits if selected is None else selected[0], experts, shared))
 
     def kernel(*refs):
@@ -136,12 +136,13 @@ def _select_one(logits_ref, slot, record, num_experts, selected_refs, *, top_k, 
     return expert
 
 
-def _select(logits, num_slots, *, top_k, normalise, round_weights, interpret):
+def _select(logits, valid, num_slots, *, top_k, normalise, round_weights, interpret):
     """Several tokens' slots, weights and count, in one program."""
     num_tokens, num_experts = logits.shape
 
-    def kernel(logits_ref, ids_ref, count_ref, weights_ref):
-        selection = select(logits_ref, num_tokens, num_experts, top_k)
+    def kernel(logits_ref, *refs):
+        valid_ref, (ids_ref, count_ref, weights_ref) = None if valid is None else refs[0], refs[-3:]
+        selection = select(logits_ref, valid_ref, num_tokens, num_experts, top_k)
         used, places, count = slots(selection)
         lane = lax.broadcasted_iota(jnp.int32, (WARP,), 0)
         token = lax.broadcasted_iota(jnp.int32, selection.scores[0].shape, 0)
@@ -164,7 +165,7 @@ def _select(logits, num_slots, *, top_k, normalise, round_weights, interpret):
         compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="moe_select",
-    )(logits)
+    )(*(logits,) if valid is None else (logits, valid))
 
 
 def down(activations, shared_activations, ids, count, weights, experts, shared, *, blocks, interpret):

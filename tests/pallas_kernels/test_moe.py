@@ -175,6 +175,32 @@ def test_of_equal_logits_the_first_experts_are_selected(case, value):
     assert np.asarray(ids)[: case.top_k].tolist() == list(range(first, first + step * case.top_k, step))
 
 
+def test_idle_rows_select_no_expert():
+    """What only they would have selected is poisoned, and must not be read."""
+    case = CASES[3]
+    rng = np.random.default_rng(8)
+    logits = rng.standard_normal((case.num_tokens, case.num_experts)).astype(np.float32)
+    valid = np.array([True, False, True, False, False])
+    chosen = selected(logits, case)
+    x, _, experts, shared = draw_gate_up(case, logits=logits)
+    busy = np.unique(chosen[valid])
+    experts = tuple(poisoned(matrix, busy) for matrix in experts)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, valid):
+        how = dict(blocks=case.blocks, implementation=implementation, interpret=INTERPRET)
+        return gate_up(x, jnp.asarray(logits), experts, shared, **case.routing(), valid=valid, **how)
+
+    got, want = (run(name, jnp.asarray(valid)) for name in ("triton", "reference"))
+    for one in (got, want):
+        assert np.asarray(one[2]).tolist() == busy.tolist() + [-1] * (case.num_slots - len(busy))
+        assert np.asarray(one[3]).tolist() == [len(busy)]
+        assert not np.asarray(one[4])[:, ~valid].any()
+    np.testing.assert_allclose(got[4], want[4], rtol=1e-6)
+    assert np.isfinite(np.asarray(got[0], np.float32)[: len(busy)]).all()
+    assert_close(got[0][: len(busy)], want[0][: len(busy)])
+
+
 def test_tokens_select_the_last_experts_too():
     """Chunks of 32 experts, of which the last is not full; the first is not used at all."""
     case = CASES[3]
