@@ -55,6 +55,11 @@ class Matrix(NamedTuple):
     scales: Any = None
     global_scale: Any = None
 
+    @property
+    def weight_format(self) -> str:
+        """ "bf16" or "nvfp4"."""
+        return "bf16" if self.scales is None else "nvfp4"
+
 
 class Fragment(NamedTuple):
     """One tile of eight rows in registers: weights [warps, 8, 4, 8], and in NVFP4 scale bytes [warps, 8, 4, 2]."""
@@ -70,9 +75,10 @@ class Tiles:
     Attributes:
         num_columns: columns of the matrix (the length of an activation); a multiple of 8 (BF16) or 16 (NVFP4).
         num_warps: of the kernel; they split the columns.
-        groups: of warps, each of which has a matrix to itself.
         weight_format: "bf16" or "nvfp4".
+        num_tokens: 1 to MAX_TOKENS.
         interpret: whether the kernel is interpreted, without inline PTX.
+        groups: of warps, each of which has a matrix to itself.
     """
 
     num_columns: int
@@ -114,10 +120,6 @@ class Tiles:
     def iota(self, axis: int, last: int = 8) -> jax.Array:
         """The place along an axis, as an array [warps, 8, 4, last]."""
         return lax.broadcasted_iota(jnp.int32, (self.num_warps, *LANES, last), axis)
-
-    def group(self) -> jax.Array:
-        """The group of each warp, [warps, 8, 4, 8]."""
-        return self.iota(0) // (self.num_warps // self.groups)
 
     def _lane(self, step: Any, last: int = 8) -> jax.Array:
         """Which share of the matrix's columns a lane has."""

@@ -51,13 +51,12 @@ class Kernels:
 
 def decode(model: Flint, batch: Batch, cache: Cache, kernels: Kernels) -> tuple[jax.Array, Cache]:
     """As `Flint.forward`, for chunks of one token."""
-    positions, valid = batch.starts, batch.lengths > 0
+    config, positions, valid = model.config, batch.starts, batch.lengths > 0
     x, stream = model.embed_tokens(batch.tokens[:, 0], model.dtype), None  # no residual before the first layer
-    rope = rope_angles(positions, model.config.head_dim, model.config.rope_theta)
-    config = model.config
+    rope = rope_angles(positions, config.head_dim, config.rope_theta)
     layers, counters = [], new_counters(len(positions), config.num_key_value_heads)
     for i, layer in enumerate(model.layers):
-        sliding = model.config.layer_types[i] == SLIDING
+        sliding = config.layer_types[i] == SLIDING
         table = batch.pages.window if sliding else batch.pages.full
         x, stream, layer_cache, counters = _layer(
             kernels, layer, x, stream, cache.layers[i], table, positions, valid, rope if sliding else None, counters

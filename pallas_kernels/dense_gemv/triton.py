@@ -36,8 +36,7 @@ class Blocks:
 def dense_gemv(x, residual, norm_weight, matrices, *, activation, norm_eps, out_dtype, blocks, interpret):
     """See `pallas_kernels.dense_gemv.dense_gemv`."""
     num_tokens, num_columns = x.shape
-    weight_format = "bf16" if matrices[0].scales is None else "nvfp4"
-    tiles = Tiles(num_columns, blocks.num_warps, weight_format, num_tokens, interpret)
+    tiles = Tiles(num_columns, blocks.num_warps, matrices[0].weight_format, num_tokens, interpret)
     rows = [matrix.weight.shape[0] for matrix in matrices]
     block_rows = blocks.row_groups * ROW_GROUP
     if activation == "swiglu":
@@ -144,12 +143,13 @@ def load_groups(tiles: Tiles, matrix: Matrix, row: Any, row_groups: int, num_row
     """The weights of `row_groups` row groups from `row` on, of a matrix of `num_rows` rows."""
     bound = num_rows if num_rows % (row_groups * ROW_GROUP) else None
     return [
-        [_pair(tiles, matrix, step, row + group * ROW_GROUP, bound, expert) for group in range(row_groups)]
+        [load_pair(tiles, matrix, step, row + group * ROW_GROUP, bound, expert) for group in range(row_groups)]
         for step in range(tiles.num_steps)
     ]
 
 
-def _pair(tiles: Tiles, matrix: Matrix, step: int, row: Any, bound: Any, expert: Any) -> tuple[Fragment, Fragment]:
+def load_pair(tiles: Tiles, matrix: Matrix, step: int, row: Any, bound: Any, expert: Any) -> tuple[Fragment, Fragment]:
+    """The weights of one row group at one step; rows from `bound` on, if given, are zero."""
     upper, lower = (tiles.load(matrix, step, row + half, bound, expert) for half in (0, ROW_GROUP // 2))
     return upper, lower
 

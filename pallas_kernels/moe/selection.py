@@ -81,11 +81,10 @@ def select_row(logits_ref, num_experts: int, top_k: int) -> tuple[list[jax.Array
     return experts, scores
 
 
-def row_weights(scores: list[jax.Array], normalise: bool, rounded: bool) -> list[jax.Array]:
-    """The routing weights of one token's scores."""
+def routing_weights(scores: list[jax.Array], total: jax.Array, normalise: bool, rounded: bool) -> list[jax.Array]:
+    """The weights that scores become, over their `total` (per token) if they are normalised; spec 4.8."""
     if normalise:
-        total = _fold(jnp.add, scores) + 1e-20
-        scores = [score / total for score in scores]
+        scores = [score / (total + 1e-20) for score in scores]
     return [score.astype(jnp.bfloat16).astype(jnp.float32) for score in scores] if rounded else scores
 
 
@@ -93,15 +92,6 @@ def _ordered(value: jax.Array) -> jax.Array:
     """Floats as integers of the same order, -0 below +0: that of `lax.top_k` (spec 4.8)."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
-
-
-def routing_weights(selection: Selection, normalise: bool, rounded: bool) -> list[jax.Array]:
-    """Each token's weight of each expert, for each 32 experts float32 [tokens, 32]; 0 where not selected."""
-    scores = selection.scores
-    if normalise:
-        total = selection.total[:, None] + 1e-20
-        scores = [score / total for score in scores]
-    return [score.astype(jnp.bfloat16).astype(jnp.float32) for score in scores] if rounded else scores
 
 
 def slots(selection: Selection) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:

@@ -15,6 +15,7 @@ Roofline: bytes of the selected experts, for one token of Flint in NVFP4 7.1 + 2
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,12 @@ from pallas_kernels.dense_gemv.triton import (
     accumulator_scale,
     gate_and_up,
     load_groups,
+    load_pair,
     multiply_groups,
     silu,
     store_rows,
 )
-from pallas_kernels.moe.selection import WARP, routing_weights, row_weights, select, select_row, slots
+from pallas_kernels.moe.selection import WARP, routing_weights, select, select_row, slots
 from pallas_kernels.warp_tiles import ROW_GROUP, Tiles
 
 
@@ -51,8 +53,7 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, vali
     num_experts, inner = experts[0].weight.shape[:2]
     shared_inner = shared[0].weight.shape[0]
     num_slots = min(num_tokens * top_k, num_experts)
-    weight_format = "bf16" if experts[0].scales is None else "nvfp4"
-    tiles = Tiles(hidden, blocks.num_warps, weight_format, num_tokens, interpret)
+    tiles = Tiles(hidden, blocks.num_warps, experts[0].weight_format, num_tokens, interpret)
     block_rows = blocks.row_groups * ROW_GROUP
     slot_programs, shared_programs = pl.cdiv(inner, block_rows), pl.cdiv(shared_inner, block_rows)
     routing = dict(top_k=top_k, normalise=normalise, round_weights=round_weights)
@@ -125,7 +126,7 @@ def _select_one(logits_ref, slot, record, num_experts, selected_refs, *, top_k, 
 
     @pl.when(record)
     def _():
-        weights = row_weights(scores, normalise, round_weights)
+        weights = routing_weights(scores, functools.reduce(jnp.add, scores), normalise, round_weights)
         weight = weights[0]
         for other, candidate in enumerate(weights[1:], 1):
             weight = lax.select(slot == other, candidate, weight)
@@ -146,7 +147,7 @@ def _select(logits, valid, num_slots, *, top_k, normalise, round_weights, interp
         used, places, count = slots(selection)
         lane = lax.broadcasted_iota(jnp.int32, (WARP,), 0)
         token = lax.broadcasted_iota(jnp.int32, selection.scores[0].shape, 0)
-        weights = routing_weights(selection, normalise, round_weights)
+        weights = routing_weights(selection.scores, selection.total[:, None], normalise, round_weights)
         for i, (here, place, weight) in enumerate(zip(used, places, weights, strict=True)):
             plt.store(ids_ref.at[place], i * WARP + lane, mask=here)
             at = jnp.broadcast_to(place[None], token.shape)
@@ -172,9 +173,8 @@ def down(activations, shared_activations, ids, count, weights, experts, shared, 
     """See `pallas_kernels.moe.down`. experts, shared: one matrix each."""
     num_slots, num_tokens, inner = activations.shape
     hidden = experts.weight.shape[1]
-    weight_format = "bf16" if experts.scales is None else "nvfp4"
     # An expert's columns take as many warps as they fill, and a pass as many experts as there are warps for.
-    lane = Tiles(inner, 1, weight_format, num_tokens, interpret)
+    lane = Tiles(inner, 1, experts.weight_format, num_tokens, interpret)
     groups = max(1, blocks.down_warps // pl.next_power_of_2(lane.num_steps))
     tiles = dataclasses.replace(lane, num_warps=blocks.down_warps, groups=groups)
     shared_tiles = dataclasses.replace(lane, num_columns=shared_activations.shape[1], num_warps=blocks.down_warps)
@@ -194,10 +194,7 @@ def down(activations, shared_activations, ids, count, weights, experts, shared, 
             chunks = [[_slot(first + p * groups + i, num_slots, ids_ref) for i in range(groups)] for p in range(passes)]
             return chunks, [
                 [
-                    tuple(
-                        tiles.load(expert_ref, step, row + half, bound, [expert for _, expert in chunk])
-                        for half in (0, ROW_GROUP // 2)
-                    )
+                    load_pair(tiles, expert_ref, step, row, bound, [expert for _, expert in chunk])
                     for step in range(tiles.num_steps)
                 ]
                 for chunk in chunks

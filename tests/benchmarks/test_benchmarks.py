@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from small import SMALL
 
 from benchmarks import decode, prefill, speculation
 from benchmarks.full_size import MODELS, abstract_model
@@ -14,19 +15,6 @@ from modeling.flint.model import Flint
 from modeling.inkling.config import INKLING_SMALL, InklingConfig
 
 ROOT = Path(__file__).parents[2]
-SMALL = FlintConfig(
-    vocab_size=512,
-    hidden_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=128,
-    moe_intermediate_size=64,
-    shared_expert_intermediate_size=64,
-    num_experts=8,
-    num_experts_per_tok=2,
-)
 
 
 @pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import SingleDeviceSharding
+from small import SMALL
 
 from benchmarks import compiled, decode
 from benchmarks.full_size import MODELS
@@ -16,19 +17,6 @@ from pallas_kernels import deviceless
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="JAX's CUDA plugin exists for Linux alone")
 
-FLINT = FlintConfig(
-    vocab_size=512,
-    hidden_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=128,
-    moe_intermediate_size=64,
-    shared_expert_intermediate_size=64,
-    num_experts=8,
-    num_experts_per_tok=2,
-)
 FULL_SIZE = FlintConfig(num_hidden_layers=2, layer_types=(FULL, SLIDING), sparse_layers=(False, True))
 
 
@@ -41,7 +29,7 @@ def line(capsys, *args: str) -> dict:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "flint", FLINT)
+    monkeypatch.setitem(MODELS, "flint", SMALL)
     monkeypatch.setitem(MODELS, "full size", FULL_SIZE)
 
 
