@@ -128,7 +128,8 @@ class Arguments:
 def compiled(case: Case, sizes: Sizes | None, num_launches: int, **how: Any) -> Callable:
     """A function (state, fixed, own) -> (outputs, state) of the first `num_launches` launches; of the reference where
     `sizes` is None."""
-    launch = case.launch(implementation="reference") if sizes is None else case.launch(sizes=sizes, **how)
+    # Jitted on its own it is traced once.
+    launch = jax.jit(case.launch(implementation="reference") if sizes is None else case.launch(sizes=sizes, **how))
 
     def launches(state: Any, fixed: Any, own: list) -> tuple[list, Any]:
         results = []

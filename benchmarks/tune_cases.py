@@ -121,7 +121,7 @@ def _gemv(matrices: list[Matrix], num_tokens: int, norm: bool = False, **options
         "dense_gemv_swiglu" if options.get("activation") else "dense_gemv",
         case_of(matrices, num_tokens),
         "dense_gemv",
-        _grid(row_groups=(1, 2, 3), num_warps=(4, 8, 16)),
+        _grid(row_groups=(1, 2, 4, 5), num_warps=(4, 8, 16)),
         size,
         _launches(size),
         make,
@@ -186,15 +186,15 @@ def _gate_up(mlp: SparseMLP, num_tokens: int) -> Case:
 
     def written(outputs: list) -> list:
         out, shared_out, ids, count, weights = outputs
-        return [jnp.where((ids >= 0)[:, None, None], out, 0), shared_out, ids, count, weights]
+        return [jnp.where((weights > 0)[..., None], out, 0), shared_out, ids, count, weights]
 
-    candidates, name = _grid(row_groups=(1, 2), num_warps=(4, 8, 16)), case_of((experts[0], shared[0]), num_tokens)
+    candidates, name = _grid(row_groups=(1, 2, 4), num_warps=(4, 8, 16)), case_of((experts[0], shared[0]), num_tokens)
     return Case("moe_gate_up", name, "moe_gate_up", candidates, size, num_launches, make, launch, written)
 
 
 def _down(mlp: SparseMLP, num_tokens: int) -> Case:
     experts, shared = _matrix(mlp.experts.down_proj), _matrix(mlp.shared_expert.down_proj)
-    (num_experts, _, inner), shared_inner = _shape(experts), _shape(shared)[1]
+    (num_experts, hidden, inner), shared_inner = _shape(experts), _shape(shared)[1]
     num_slots = min(num_tokens * mlp.num_experts_per_tok, num_experts)
     distinct = _distinct(num_experts, mlp.num_experts_per_tok, num_tokens)
     size, num_launches = _moe_size(experts, shared, num_experts, mlp.num_experts_per_tok, num_tokens)
@@ -207,21 +207,23 @@ def _down(mlp: SparseMLP, num_tokens: int) -> Case:
             ids = jnp.full(num_slots, -1).at[:distinct].set(jnp.sort(jnp.roll(order, -i * distinct)[:distinct]))
             x = _normal(next(keys), (num_slots, num_tokens, inner))
             weights = jax.random.uniform(next(keys), (num_slots, num_tokens)) * (ids >= 0)[:, None]
+            least = jnp.sort(weights, axis=0)[-mlp.num_experts_per_tok]  # that a token selects
+            weights = jnp.where(weights >= least, weights, 0.0)
             shared_x = _normal(next(keys), (num_tokens, shared_inner))
             count = jnp.full(1, distinct)
             own.append((x, shared_x, ids, count, weights, _random(next(keys), shared)))
-        return (), stack, own
+        return moe.new_counters(hidden), stack, own
 
     def launch(sizes: dict[str, int] | None = None, **how: Any) -> Callable:
-        blocks = moe.Blocks(**sizes) if sizes else None
+        options = dict(top_k=mlp.num_experts_per_tok, blocks=moe.Blocks(**sizes) if sizes else None)
 
         def run(state, stack, own):
             x, shared_x, ids, count, weights, shared = own
-            return moe.down(x, shared_x, ids, count, weights, stack, shared, blocks=blocks, **how), state
+            return moe.down(x, shared_x, ids, count, weights, state, stack, shared, **options, **how)
 
         return run
 
-    candidates, name = _grid(down_warps=(4, 8, 16), down_passes=(1, 2, 3, 4, 6)), case_of((experts, shared), num_tokens)
+    candidates, name = _grid(down_row_groups=(1, 2, 4), down_warps=(4, 8, 16)), case_of((experts, shared), num_tokens)
     return Case("moe_down", name, "moe_down", candidates, size, num_launches, make, launch)
 
 
@@ -280,7 +282,7 @@ def _schedules(rows: int, kv_heads: int, entries: int, window: int | None) -> li
     for keys, warps, stages in ((64, 4, 3), (64, 4, 4), (64, 8, 4), (32, 4, 4), (128, 8, 3)):
         tiles = max_tiles(entries, window, keys)
         if window is None:
-            wanted = [(processors * PROGRAMS // 2 - 1) // (rows * kv_heads) for processors in (1, 2, 3)]
+            wanted = [(each * PROGRAMS // 3 - 1) // (rows * kv_heads) for each in (1, 2, 3)]  # on a processor
         else:
             wanted = [tiles, math.ceil(tiles / 2)]
         for splits in wanted:

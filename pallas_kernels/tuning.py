@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "decode_attention": ("num_splits", "block_keys", "num_warps", "num_stages"),
     "dense_gemv": ("row_groups", "num_warps"),
     "dense_gemv_swiglu": ("row_groups", "num_warps"),
-    "moe_down": ("down_warps", "down_passes"),
+    "moe_down": ("down_row_groups", "down_warps"),
     "moe_gate_up": ("row_groups", "num_warps"),
     "router": ("experts", "num_warps"),
 }
@@ -54,8 +55,8 @@ def case_of(matrices: Sequence[Any], num_tokens: int) -> str:
 
 
 def attention_case(batch: int, num_kv_heads: int, entries: int, window: int | None) -> str:
-    """The case of decode attention, of a table's entries only the power of two: "4 kv heads, 2048 pages, 1 row"."""
-    reach = f"window {window}" if window is not None else f"{1 << (entries - 1).bit_length()} pages"
+    """The case of decode attention, of a table's entries the nearest power of two: "4 kv heads, 2048 pages, 1 row"."""
+    reach = f"window {window}" if window is not None else f"{1 << round(math.log2(entries))} pages"
     return f"{num_kv_heads} kv heads, {reach}, {batch} row{'s' if batch > 1 else ''}"
 
 

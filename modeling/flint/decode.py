@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +49,20 @@ class Kernels:
         return dict(implementation=self.implementation, interpret=self.interpret)
 
 
+class Counters(NamedTuple):
+    """By which the programs of a launch know which of them is the last; zeros between launches."""
+
+    attention: jax.Array
+    moe: jax.Array
+
+
 def decode(model: Flint, batch: Batch, cache: Cache, kernels: Kernels) -> tuple[jax.Array, Cache]:
     """As `Flint.forward`, for chunks of one token."""
     config, positions, valid = model.config, batch.starts, batch.lengths > 0
     x, stream = model.embed_tokens(batch.tokens[:, 0], model.dtype), None  # no residual before the first layer
     rope = rope_angles(positions, config.head_dim, config.rope_theta)
-    layers, counters = [], new_counters(len(positions), config.num_key_value_heads)
+    layers = []
+    counters = Counters(new_counters(len(positions), config.num_key_value_heads), moe.new_counters(config.hidden_size))
     for i, layer in enumerate(model.layers):
         sliding = config.layer_types[i] == SLIDING
         table = batch.pages.window if sliding else batch.pages.full
@@ -75,12 +83,18 @@ def logits(model: Flint, hidden: jax.Array, kernels: Kernels) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0, inline=False)
 def _layer(
-    kernels: Kernels, layer: DecoderLayer, x, stream, cache: LayerCache, table, positions, valid, rope, counters
-) -> tuple[jax.Array, jax.Array, LayerCache, jax.Array]:
-    """One layer. Jitted on its own so that layers of one kind are traced once. `stream` is None before the first.
-
-    By `counters` the parts of attention know which of them is the last.
-    """
+    kernels: Kernels,
+    layer: DecoderLayer,
+    x,
+    stream,
+    cache: LayerCache,
+    table,
+    positions,
+    valid,
+    rope,
+    counters: Counters,
+) -> tuple[jax.Array, jax.Array, LayerCache, Counters]:
+    """One layer. Jitted on its own so that layers of one kind are traced once. `stream` is None before the first."""
     how = kernels.how
     attention, norm = layer.self_attn, layer.input_layernorm
     with jax.named_scope("attention"):
@@ -90,7 +104,7 @@ def _layer(
             [qkv], stream = dense_gemv(x, projections, **normed, **how), x
         else:
             qkv, stream = dense_gemv(x, projections, residual=stream, **normed, **how)
-        out, k, v, counters = decode_attention(
+        out, k, v, for_attention = decode_attention(
             qkv,
             attention.q_norm.weight[...],
             attention.k_norm.weight[...],
@@ -101,7 +115,7 @@ def _layer(
             table,
             positions,
             valid,
-            counters,
+            counters.attention,
             window=attention.window,
             eps=attention.q_norm.eps,
             **how,
@@ -110,16 +124,19 @@ def _layer(
     norm, mlp = layer.post_attention_layernorm, layer.mlp
     with jax.named_scope("mlp"):
         if isinstance(mlp, SparseMLP):
-            x, stream = _sparse(kernels, mlp, x, stream, norm.weight[...], norm.eps, valid)
+            x, stream, for_moe = _sparse(kernels, mlp, x, stream, norm.weight[...], norm.eps, valid, counters.moe)
         else:
             normed = dict(residual=stream, norm_weight=norm.weight[...], norm_eps=norm.eps, activation="swiglu")
             act, stream = dense_gemv(x, [_matrix(mlp.gate_proj), _matrix(mlp.up_proj)], **normed, **how)
             [x] = dense_gemv(act, [_matrix(mlp.down_proj)], **how)
-    return x, stream, cache._replace(k=k, v=v), counters
+            for_moe = counters.moe
+    return x, stream, cache._replace(k=k, v=v), Counters(for_attention, for_moe)
 
 
-def _sparse(kernels: Kernels, mlp: SparseMLP, x, stream, norm_weight, eps: float, valid) -> tuple[jax.Array, jax.Array]:
-    """The MoE block with the add and norm before it: output and stream. Idle rows select no expert."""
+def _sparse(
+    kernels: Kernels, mlp: SparseMLP, x, stream, norm_weight, eps: float, valid, counters
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The MoE block with the add and norm before it: output, stream, counters. Idle rows select no expert."""
     how, rounds, gate = kernels.how, mlp.router_dtype == "bfloat16", mlp.gate[...]
     logits, y, stream = router(x, stream, norm_weight, gate, norm_eps=eps, round_logits=rounds, **how)
     experts, shared = mlp.experts, mlp.shared_expert
@@ -135,7 +152,9 @@ def _sparse(kernels: Kernels, mlp: SparseMLP, x, stream, norm_weight, eps: float
         **how,
     )
     matrices = _matrix(experts.down_proj), _matrix(shared.down_proj)
-    return moe.down(activations, shared_activations, ids, count, weights, *matrices, **how), stream
+    arguments = (activations, shared_activations, ids, count, weights, counters, *matrices)
+    x, counters = moe.down(*arguments, top_k=mlp.num_experts_per_tok, **how)
+    return x, stream, counters
 
 
 def _matrix(linear: Linear) -> Matrix:

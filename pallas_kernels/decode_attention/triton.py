@@ -195,6 +195,9 @@ def _kernel(*refs, rotary: bool, window: int | None, eps: float, schedule: Sched
         weight = 1.0 / (1.0 + jnp.exp2(sinks[own] * LOG2_E - lse))  # 0 without keys
         out[row, own[:, None], dims] = round_to(o * weight[:, None])
 
+    if not interpret:
+        plt.debug_barrier()  # or the compiler requests the queries after it has waited for the position
+
     @pl.when(part <= splits)
     def _():
         lax.cond(part > 0, attend_to_tiles, add_new_token)

@@ -76,13 +76,17 @@ def default_blocks(
     op = "dense_gemv_swiglu" if activation == "swiglu" else "dense_gemv"
     if sizes := block_sizes(op, case_of(matrices, num_tokens)):
         return Blocks(**sizes)
-    rows = sum(matrix.weight.shape[0] for matrix in matrices)
+    rows, bf16 = sum(matrix.weight.shape[0] for matrix in matrices), matrices[0].scales is None
     if rows > 65536:
-        return Blocks(1, 4)
+        return Blocks(2, 8) if bf16 else Blocks(4, 8) if num_tokens == 1 else Blocks(2, 4)
     if num_columns > 2048:
-        return Blocks(1, 16)
+        return Blocks(1, 16) if bf16 or num_tokens == 1 else Blocks(2, 8)
+    if num_tokens == 1:
+        return Blocks(2, 8)
     # Several tokens' norms are dear: fewer programs that do them, as far as registers go.
-    return Blocks(1 if num_tokens == 1 or activation == "swiglu" else 2, 8)
+    if activation == "swiglu":
+        return Blocks(1, 16) if bf16 else Blocks(2, 8)
+    return Blocks(2, 16) if bf16 else Blocks(5, 8)
 
 
 def supports(num_tokens: int, num_columns: int, matrices: Sequence[Matrix]) -> str | None:

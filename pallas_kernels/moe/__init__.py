@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.moe import reference, triton
-from pallas_kernels.moe.triton import Blocks
+from pallas_kernels.moe.blocks import Blocks
+from pallas_kernels.moe.down import down as _down
 from pallas_kernels.tuning import block_sizes, case_of
-from pallas_kernels.warp_tiles import Matrix
+from pallas_kernels.warp_tiles import ROW_GROUP, Matrix
 
-__all__ = ["Blocks", "Matrix", "default_blocks", "down", "gate_up"]
+__all__ = ["Blocks", "Matrix", "default_blocks", "down", "gate_up", "new_counters"]
 
 
 def gate_up(
@@ -40,14 +42,13 @@ def gate_up(
         [slots, tokens, inner]; the shared expert's, with gate and up rounded too (4.10), [tokens, shared_inner]; the
         slots' experts int32 [slots], -1 for none; their number [1]; each token's weight of each slot, float32 [slots,
         tokens], 0 where it did not select it. Slots are in ascending order of their experts, with one token in
-        descending order of their logits. Activations of slots without an expert are not written.
+        descending order of their logits. A slot's activations are written for the tokens that selected its expert.
     """
     options = dict(top_k=top_k, normalise=normalise, round_weights=round_weights, valid=valid)
     if implementation == "reference":
         return reference.gate_up(x, logits, experts, shared, **options)
     blocks = blocks or default_blocks("moe_gate_up", x.shape[0], experts[0], shared[0])
-    options |= dict(blocks=blocks, interpret=interpret)
-    return list(triton.gate_up(x, logits, experts, shared, **options))
+    return list(triton.gate_up(x, logits, experts, shared, blocks=blocks, interpret=interpret, **options))
 
 
 def down(
@@ -56,32 +57,38 @@ def down(
     ids: jax.Array,
     count: jax.Array,
     weights: jax.Array,
+    counters: jax.Array,
     experts: Matrix,
     shared: Matrix,
     *,
+    top_k: int,
     blocks: Blocks | None = None,
     implementation: str = "triton",
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """The second halves: each expert's output is rounded, weighted, and summed in float32; the sum is rounded and added
     to the shared expert's output (spec 4.9 to 4.11).
 
-    Args: what `gate_up` returned, and the down projections [num_experts, hidden, inner], [hidden, shared_inner].
+    Args: what `gate_up` returned; counters, those of `new_counters` or what the last launch gave back; the down
+        projections [num_experts, hidden, inner], [hidden, shared_inner].
 
     Returns:
-        bfloat16 [tokens, hidden].
+        bfloat16 [tokens, hidden]; the counters, to be passed on.
     """
-    arguments = (activations, shared_activations, ids, count, weights, experts, shared)
     if implementation == "reference":
-        return reference.down(*arguments)
+        return reference.down(activations, shared_activations, ids, count, weights, experts, shared), counters
     blocks = blocks or default_blocks("moe_down", activations.shape[1], experts, shared)
-    return triton.down(*arguments, blocks=blocks, interpret=interpret)
+    arguments = (activations, shared_activations, ids, count, weights, counters, experts, shared)
+    return _down(*arguments, top_k=top_k, blocks=blocks, interpret=interpret)
+
+
+def new_counters(hidden: int) -> jax.Array:
+    """What `down` counts with: zeros, and zeros again after each launch."""
+    return jnp.zeros(-(-hidden // ROW_GROUP), jnp.int32)
 
 
 def default_blocks(op: str, num_tokens: int, experts: Matrix, shared: Matrix) -> Blocks:
-    """Those of the device's table; else one token's experts all asked for at once, several tokens' a few at a time."""
+    """Those of the device's table, or else a rule that did well on an H200."""
     if sizes := block_sizes(op, case_of((experts, shared), num_tokens)):
         return Blocks(**sizes)
-    if experts.scales is None:
-        return Blocks(down_warps=16, down_passes=6 if num_tokens == 1 else 2)
-    return Blocks(down_passes=3 if num_tokens == 1 else 2)
+    return Blocks() if num_tokens == 1 else Blocks(down_row_groups=4)

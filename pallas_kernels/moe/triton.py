@@ -1,13 +1,12 @@
 """The MoE block of a decode step in two launches, three for several tokens: Pallas, Triton lowering.
 
-1. `gate_up`: each program takes one slot (a distinct expert of the step) or a part of the shared expert, and computes
-   silu(gate) * up for 16 rows or more and all tokens. With one token it finds its expert in the router's logits by
-   itself; for several tokens another launch does that once.
-2. `down`: each program computes 16 rows of the output: all experts' down projections, weighted and added to the shared
-   expert's. Warps work on several experts at once.
+1. `gate_up`, here: each program takes one slot (a distinct expert of the step) or a part of the shared expert, and
+   computes silu(gate) * up for 16 rows or so and all tokens. With one token it finds its expert in the router's logits
+   by itself; for several tokens another launch does that once.
+2. `pallas_kernels.moe.down`: the second halves, and their sum.
 
-Weights of experts that nobody selected are not read; an expert that several tokens selected is read once. A token that
-did not select a slot's expert is computed along (the tensor core has eight columns anyhow) and left out of the sum.
+Weights of experts that nobody selected are not read; an expert that several tokens selected is read once, and
+multiplied with one of them after the other (`pallas_kernels.moe.tokens`): most of a step's experts have one or two.
 
 Roofline: bytes of the selected experts, for one token of Flint in NVFP4 7.1 + 2.4 MB and 3.5 + 1.2 MB.
 """
@@ -23,74 +22,89 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.dense_gemv.triton import (
-    accumulator_scale,
-    gate_and_up,
-    load_groups,
-    load_pair,
-    multiply_groups,
-    silu,
-    store_rows,
-)
+from pallas_kernels.dense_gemv.triton import Norm, ask, gate_and_up, load_gate_up, silu, store_rows
+from pallas_kernels.moe.blocks import Blocks
 from pallas_kernels.moe.selection import WARP, routing_weights, select, select_row, slots
-from pallas_kernels.warp_tiles import ROW_GROUP, Tiles
+from pallas_kernels.moe.tokens import for_each_token, tokens_of
+from pallas_kernels.warp_tiles import ROW_GROUP, Activations, Tiles
+
+SELECT_WARPS = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Tunable sizes: row groups (of 16) and warps a program of `gate_up`; warps of `down`, and how many passes over its
-    warps' experts it has in flight."""
-
-    row_groups: int = 1
-    num_warps: int = 8
-    down_warps: int = 8
-    down_passes: int = 4
-
-
-def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, valid, blocks, interpret):
+def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, valid, blocks: Blocks, interpret):
     """See `pallas_kernels.moe.gate_up`. experts, shared: (gate, up) matrices."""
     num_tokens, hidden = x.shape
     num_experts, inner = experts[0].weight.shape[:2]
     shared_inner = shared[0].weight.shape[0]
     num_slots = min(num_tokens * top_k, num_experts)
     tiles = Tiles(hidden, blocks.num_warps, experts[0].weight_format, num_tokens, interpret)
-    block_rows = blocks.row_groups * ROW_GROUP
-    slot_programs, shared_programs = pl.cdiv(inner, block_rows), pl.cdiv(shared_inner, block_rows)
+    one = dataclasses.replace(tiles, num_tokens=1)
+    # All tokens at once take more registers, which all programs of a launch have.
+    row_groups, shared_groups = blocks.row_groups, blocks.row_groups if num_tokens == 1 else 1
+    block_rows, shared_rows = row_groups * ROW_GROUP, shared_groups * ROW_GROUP
+    slot_programs, shared_programs = pl.cdiv(inner, block_rows), pl.cdiv(shared_inner, shared_rows)
     routing = dict(top_k=top_k, normalise=normalise, round_weights=round_weights)
     # One token's selection is quick enough for every program to do it; several tokens' is a launch of its own.
     selected = None if num_tokens == 1 else _select(logits, valid, num_slots, **routing, interpret=interpret)
-    leaves, treedef = jax.tree.flatten((x, logits if selected is None else selected[0], experts, shared))
+    choice = logits if selected is None else (selected[0], selected[2])
+    leaves, treedef = jax.tree.flatten((x, x[:, None], choice, experts, shared))
 
     def kernel(*refs):
-        x_ref, slots_ref, expert_refs, shared_refs = jax.tree.unflatten(treedef, refs[: len(leaves)])
+        x_ref, rows_ref, choice_ref, expert_refs, shared_refs = jax.tree.unflatten(treedef, refs[: len(leaves)])
         out_ref, shared_ref, *selected_refs = refs[len(leaves) :]
         program = pl.program_id(0)
+        slot, row = program // slot_programs, program % slot_programs * block_rows
+        end = inner if inner % block_rows else None
+        shared_end = shared_inner if shared_inner % shared_rows else None
 
-        def activations():
-            return [tiles.spread(tiles.load_tokens(x_ref, step)) for step in range(tiles.num_steps)]
+        def ask_row(token) -> list[Activations]:
+            return [one.load_tokens(rows_ref, step, token) for step in range(one.num_steps)]
 
-        @pl.when(program < num_slots * slot_programs)
-        def _routed():
-            slot, row = program // slot_programs, program % slot_programs * block_rows
-            if selected is None:
-                first_of_slot = program % slot_programs == 0
-                expert = _select_one(slots_ref, slot, first_of_slot, num_experts, selected_refs, **routing)
-            else:
-                expert = slots_ref[slot]
+        def for_one_token():
+            """Experts and the shared one by the same instructions, of which a program reads each for the first time."""
+            is_shared = program >= num_slots * slot_programs
+            shared_row = (program - num_slots * slot_programs) * block_rows
+            x = ask_row(0)
 
-            @pl.when(expert >= 0)
-            def _compute():
-                gate, up = gate_and_up(tiles, expert_refs, row, blocks.row_groups, inner, activations, expert)
-                end = inner if inner % block_rows else None
-                store_rows(tiles, out_ref, silu(gate) * up, row, end, blocks.row_groups, (slot,))
+            def select():
+                return _select_one(choice_ref, slot, row == 0, num_experts, selected_refs, **routing)
 
-        @pl.when(program >= num_slots * slot_programs)
-        def _shared():
-            row = (program - num_slots * slot_programs) * block_rows
-            pair = gate_and_up(tiles, shared_refs, row, blocks.row_groups, shared_inner, activations)
-            gate, up = (value.astype(jnp.bfloat16).astype(jnp.float32) for value in pair)
-            end = shared_inner if shared_inner % block_rows else None
-            store_rows(tiles, shared_ref, silu(gate) * up, row, end, blocks.row_groups)
+            expert = lax.cond(is_shared, lambda: slot, select)
+            pair = lax.cond(
+                is_shared,
+                lambda: load_gate_up(one, shared_refs, shared_row, row_groups, shared_inner),
+                lambda: load_gate_up(one, expert_refs, row, row_groups, inner, expert),
+            )
+            empty = one.fence()
+            gate, up = gate_and_up(one, pair, [one.spread(of_step) for of_step in x], empty)
+            gate, up = (jnp.where(is_shared, _rounded(value), value) for value in (gate, up))
+            out = silu(gate) * up
+            pl.when(is_shared)(lambda: store_rows(one, shared_ref, out, shared_row, shared_end, row_groups))
+            pl.when(~is_shared)(lambda: store_rows(one, out_ref, out, row, end, row_groups, (slot,)))
+
+        def for_several_tokens():
+            def multiply(pair, x, empty, token):
+                gate, up = gate_and_up(one, pair, [one.spread(of_step) for of_step in x], empty)
+                store_rows(one, out_ref, silu(gate) * up, row, end, row_groups, (slot,), token)
+
+            @pl.when(program < num_slots * slot_programs)
+            def _routed():
+                ids_ref, weights_ref = choice_ref
+                expert, tokens = ids_ref[slot], tokens_of(weights_ref, slot)
+
+                @pl.when(expert >= 0)
+                def _():
+                    pair = load_gate_up(one, expert_refs, row, row_groups, inner, expert)
+                    for_each_token(one, tokens, ask_row, functools.partial(multiply, pair))
+
+            @pl.when(program >= num_slots * slot_programs)
+            def _shared():
+                row = (program - num_slots * slot_programs) * shared_rows
+                x, pair = ask(tiles, x_ref, Norm()), load_gate_up(tiles, shared_refs, row, shared_groups, shared_inner)
+                gate, up = map(_rounded, gate_and_up(tiles, pair, x(), tiles.fence()))
+                store_rows(tiles, shared_ref, silu(gate) * up, row, shared_end, shared_groups)
+
+        for_one_token() if selected is None else for_several_tokens()
 
     out = pl.pallas_call(
         kernel,
@@ -163,104 +177,11 @@ def _select(logits, valid, num_slots, *, top_k, normalise, round_weights, interp
         kernel,
         grid=(1,),
         out_shape=_selected_shapes(num_slots, num_tokens),
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=SELECT_WARPS, num_stages=1),
         interpret=interpret,
         name="moe_select",
     )(*(logits,) if valid is None else (logits, valid))
 
 
-def down(activations, shared_activations, ids, count, weights, experts, shared, *, blocks, interpret):
-    """See `pallas_kernels.moe.down`. experts, shared: one matrix each."""
-    num_slots, num_tokens, inner = activations.shape
-    hidden = experts.weight.shape[1]
-    # An expert's columns take as many warps as they fill, and a pass as many experts as there are warps for.
-    lane = Tiles(inner, 1, experts.weight_format, num_tokens, interpret)
-    groups = max(1, blocks.down_warps // pl.next_power_of_2(lane.num_steps))
-    tiles = dataclasses.replace(lane, num_warps=blocks.down_warps, groups=groups)
-    shared_tiles = dataclasses.replace(lane, num_columns=shared_activations.shape[1], num_warps=blocks.down_warps)
-    passes = min(blocks.down_passes, pl.cdiv(num_slots, groups))
-    leaves, treedef = jax.tree.flatten((activations, shared_activations, ids, count, weights, experts, shared))
-
-    def kernel(*refs):
-        x_ref, shared_x_ref, ids_ref, count_ref, weights_ref, expert_ref, shared_ref = jax.tree.unflatten(
-            treedef, refs[:-1]
-        )
-        row = pl.program_id(0) * ROW_GROUP
-        bound = hidden if hidden % ROW_GROUP else None
-        shared_loaded = load_groups(shared_tiles, shared_ref, row, 1, hidden)
-
-        def load(first):
-            """Slots first .. first + passes * groups - 1: who they are, and their weights, all asked for at once."""
-            chunks = [[_slot(first + p * groups + i, num_slots, ids_ref) for i in range(groups)] for p in range(passes)]
-            return chunks, [
-                [
-                    load_pair(tiles, expert_ref, step, row, bound, [expert for _, expert in chunk])
-                    for step in range(tiles.num_steps)
-                ]
-                for chunk in chunks
-            ]
-
-        def multiply(chunks, loaded):
-            sums = []
-            for chunk, steps in zip(chunks, loaded, strict=True):
-                sums.append(tiles.zeros())
-                for step, (upper, lower) in enumerate(steps):
-                    x = tiles.load_tokens(x_ref, step, [slot for slot, _ in chunk])
-                    sums[-1] = tiles.multiply(upper, lower, tiles.spread(x), sums[-1])
-            return _weighted(tiles, tiles.finish(sums), chunks, expert_ref, weights_ref)
-
-        at_once = passes * groups
-        if at_once >= num_slots:
-            chunks, loaded = load(jnp.int32(0))
-            total = multiply(chunks, loaded)
-        else:
-
-            def turn(i, carry):
-                total, *now = carry
-                following = load((i + 1) * at_once)  # under way while these are multiplied
-                return total + multiply(*now), *following
-
-            nothing = jnp.zeros((8, 2, 1) if tiles.single else (8, 4, 4, 1), jnp.float32)
-            start = (nothing, *load(jnp.int32(0)))
-            total, *_ = lax.fori_loop(0, pl.cdiv(count_ref[0], at_once), turn, start)
-        shared_x = [
-            shared_tiles.spread(shared_tiles.load_tokens(shared_x_ref, step)) for step in range(shared_tiles.num_steps)
-        ]
-        shared_out = shared_tiles.finish(multiply_groups(shared_tiles, shared_loaded, shared_x))
-        parts = [total, shared_out * accumulator_scale(shared_tiles, shared_ref)]
-        routed, shared_out = (part.astype(jnp.bfloat16).astype(jnp.float32) for part in parts)
-        store_rows(tiles, refs[-1], routed + shared_out, row, bound, 1)
-
-    return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(hidden, ROW_GROUP),),
-        out_shape=jax.ShapeDtypeStruct((num_tokens, hidden), jnp.bfloat16),
-        compiler_params=plt.CompilerParams(num_warps=blocks.down_warps, num_stages=1),
-        interpret=interpret,
-        name="moe_down",
-    )(*leaves)
-
-
-def _slot(slot, num_slots, ids_ref):
-    """A slot and its expert; -1 for both where there is none."""
-    inside = slot < num_slots
-    expert = plt.load(ids_ref.at[slot], mask=inside, other=-1)
-    return lax.select(expert >= 0, slot, jnp.int32(-1)), expert
-
-
-def _weighted(tiles, sums, chunks, expert_ref, weights_ref):
-    """The outputs of several passes over groups, [*groups, *rows, passes], rounded, weighted and summed: [*rows, 1]."""
-    _, token = tiles.places(sums.shape)
-    which = lax.broadcasted_iota(jnp.int32, sums.shape, sums.ndim - 1) * tiles.groups  # the slot among the chunks'
-    if tiles.groups > 1:
-        which = which + lax.broadcasted_iota(jnp.int32, sums.shape, 0)
-    slot, scale = jnp.full(sums.shape, -1, jnp.int32), jnp.zeros(sums.shape, jnp.float32)
-    for i, (its_slot, expert) in enumerate(pair for chunk in chunks for pair in chunk):
-        slot = jnp.where(which == i, its_slot, slot)
-        scale = jnp.where(which == i, accumulator_scale(tiles, expert_ref, jnp.maximum(expert, 0)), scale)
-    fits = (slot >= 0) & (token < tiles.num_tokens)
-    weight = plt.load(weights_ref.at[jnp.maximum(slot, 0), token], mask=fits, other=0.0)
-    rows = (sums * scale).astype(jnp.bfloat16).astype(jnp.float32)
-    # A token that did not select the expert has weight 0, and perhaps an output that is no number.
-    rows = jnp.where(weight > 0, weight * rows, 0.0).sum(axis=-1)
-    return (rows.sum(axis=0) if tiles.groups > 1 else rows)[..., None]
+def _rounded(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)

@@ -106,9 +106,7 @@ def test_a_layer_of_kernels_is_the_plain_one():
     assert errors(logits, truth).max() <= 1.25 * errors(plain, truth).max()
 
 
-@pytest.mark.parametrize(
-    "kernels", [REFERENCE, pytest.param(KERNELS, marks=pytest.mark.skipif(not GPU, reason="minutes to compile"))]
-)
+@pytest.mark.parametrize("kernels", [REFERENCE, KERNELS], ids=["definitions", "kernels"])
 def test_the_embedded_checkpoint_gives_its_answers(kernels):
     """Prompts are fed to the decode step as well, token by token, and then its own choices."""
     model, tokenizer = modeling.load(EMBEDDED, dtype="bfloat16", progress=False), load_tokenizer(EMBEDDED)

@@ -90,4 +90,6 @@ def assert_close(got, want, dtype):
         elif name == "v_pool":
             np.testing.assert_array_equal(a, b, err_msg=name)
         else:
-            np.testing.assert_allclose(a, b, rtol=2**-7, atol=2**-7 * np.abs(b[np.isfinite(b)]).max(), err_msg=name)
+            np.testing.assert_allclose(
+                a, b, rtol=2**-7, atol=2**-7 * np.abs(b[np.isfinite(b)]).max(initial=0), err_msg=name
+            )

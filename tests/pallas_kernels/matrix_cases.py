@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.warp_tiles import Matrix
+from pallas_kernels.warp_tiles import BARRIER, MMA, Matrix
 
 
 def draw_matrix(rng, shape, weight_format) -> Matrix:
@@ -63,11 +63,11 @@ def assert_close(got, want, steps=1, magnitude=0.0):
     assert (abs(a - b) <= steps * 2.0 ** (exponent - 8.0)).all()
 
 
-def with_layouts(compiled, *args):
+def with_layouts(compiled, *args, **options):
     """The report of `compiled` with TTGIR."""
     # Else LLVM names the functions of a stack trace with every pass that it prints: seconds a kernel.
     with mock.patch.dict(os.environ, LLVM_DISABLE_SYMBOLIZATION="1"):
-        return compiled(*args, ttgir=True)
+        return compiled(*args, ttgir=True, **options)
 
 
 def assert_well_compiled(report, names, without_matrices=(), wide=True):
@@ -81,26 +81,59 @@ def assert_well_compiled(report, names, without_matrices=(), wide=True):
         assert not re.search(r"\b(mul|add|fma|cvt)\S*\.ftz", code.ptx)
         if name in without_matrices:
             continue
-        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in code.ptx
-        loads = [int(n or 1) * int(bits) for n, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", code.ptx)]
-        assert len(loads) == code.ptx.count("ld.global") and loads.count(128)
+        assert MMA in code.ptx
+        loads = loads_of(code.ptx)
+        assert loads.count(128)
         assert not wide or 128 * loads.count(128) > 0.75 * sum(loads)
         assert_lanes_hold_tiles(report.ttgir[name])
 
 
+def loads_of(ptx):
+    """Every load from memory: its bits a lane."""
+    found = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)
+    assert len(found) == ptx.count("ld.global")
+    return [int(n or 1) * int(bits) for n, bits in found]
+
+
+def assert_loads_come_first(ptx):
+    """All that is read 16 bytes a lane is asked for before the one fence, and this comes before all products. Each sum
+    begins with what the fence gives, so that ptxas keeps that order."""
+    assert ptx.count(BARRIER) == 1
+    before, _, rest = ptx.partition(BARRIER)
+    fence, _, after = rest.partition("}")
+    assert 128 in loads_of(before) and 128 not in loads_of(after) and MMA not in before
+    sums, begun = set(), set(re.findall(r"mov\.f32 c\d+, (%\w+)", after))
+    for total, accumulator in re.findall(rf"{re.escape(MMA)} {{(.*?)}}, {{.*?}}, {{.*?}}, {{(.*?)}};", after):
+        sums |= set(total.split(", "))
+        begun |= set(accumulator.split(", "))
+    assert begun - sums and begun - sums <= set(re.findall(r"%\w+", fence))
+
+
 def assert_lanes_hold_tiles(ttgir):
-    """What inline PTX relies on: a warp a slice, lanes in C order, the last axis in a lane's registers."""
-    [num_warps] = re.findall(r'"ttg.num-warps" = (\d+)', ttgir)
+    """What inline PTX relies on: a warp a slice, lanes in C order, the last axis in a lane's registers.
+
+    Triton may leave out the axis of one warp; and the fence, a number that all lanes share, need not be a tensor.
+    """
+    [num_warps] = map(int, re.findall(r'"ttg.num-warps" = (\d+)', ttgir))
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<(.*)>$", ttgir, re.MULTILINE))
-    found = re.findall(r"tt\.elementwise_inline_asm.*packed_element = (\d+).*?> : (\(.*?\) -> \S+ \S+)", ttgir)
+    tiles = {f"{num_warps}x8x4x8": tile_layout(num_warps)}
+    if num_warps == 1:
+        tiles["8x4x8"] = tile_layout()
+    found = re.findall(r"tt\.elementwise_inline_asm(.*)packed_element = (\d+).*?> : (\(.*?\) -> \S+ \S+)", ttgir)
     assert found
-    for packed, types in found:
+    for text, packed, types in found:
         assert packed == "8"
+        if BARRIER in text and types.startswith("(f32) -> f32 "):
+            continue
         tensors = re.findall(r"tensor<([\dx]+)x\w+, (#\w+)>", types)
         assert len(tensors) == types.count("tensor") > 1
         for shape, layout in tensors:
-            assert shape == f"{num_warps}x8x4x8"
-            assert layouts[layout] == (
-                "{sizePerThread = [1, 1, 1, 8], threadsPerWarp = [1, 8, 4, 1], "
-                f"warpsPerCTA = [{num_warps}, 1, 1, 1], order = [3, 2, 1, 0]}}"
-            )
+            assert layouts[layout] == tiles[shape]
+
+
+def tile_layout(*warps):
+    ones = [1 for _ in warps]
+    return (
+        f"{{sizePerThread = {[*ones, 1, 1, 8]}, threadsPerWarp = {[*ones, 8, 4, 1]}, "
+        f"warpsPerCTA = {[*warps, 1, 1, 1]}, order = {[*reversed(range(3 + len(warps)))]}}}"
+    )

@@ -1,4 +1,4 @@
-"""A warp in numpy: runs inline PTX as a GPU would, and what JAX computes around it with subnormals kept.
+"""A block's warps in numpy: they run inline PTX as a GPU would, and what JAX computes around it with subnormals kept.
 
 Only what the kernels' inline PTX uses is known; anything else raises. Registers are uint32 [warps, 32], one a lane;
 predicates are bool.
@@ -16,6 +16,7 @@ from jax.extend import core
 
 LANES = 32
 LANE = np.arange(LANES, dtype=np.uint32)
+SMID = 17  # the multiprocessor that the block runs on
 
 
 def inline_asm(text, *, args, constraints, pack, result_shape_dtypes):
@@ -33,10 +34,10 @@ def inline_asm(text, *, args, constraints, pack, result_shape_dtypes):
         registers[f"${constraint if constraint.isdigit() else operand}"] = word
         assert constraint in ("r", "f") or int(constraint) < outputs, constraint
     assert not len(words), f"{len(words)} registers of arguments too many"
-    warp = Warp(registers, {f"${i}" for i in range(outputs)})
-    warp.run(text)
+    block = Block(registers, [f"${i}" for i in range(outputs)])
+    block.run(text)
     # Reading what was never written raises.
-    return [_from_registers([warp.read(f"${i}") for i in range(outputs)], result)]
+    return [_from_registers([block.read(f"${i}") for i in range(outputs)], result)]
 
 
 def _to_registers(array):
@@ -51,11 +52,12 @@ def _from_registers(registers, result):
     return jnp.asarray(words.view(result.dtype).reshape(result.shape))
 
 
-class Warp:
-    """The state of warps that run one text: `registers` by name, those `writable`."""
+class Block:
+    """The state of warps that run one text: `registers` by name, and of those that can be written whether they are
+    predicates."""
 
-    def __init__(self, registers, writable):
-        self.registers, self.writable = dict(registers), set(writable)
+    def __init__(self, registers, outputs):
+        self.registers, self.writable = dict(registers), dict.fromkeys(outputs, False)
         self.shape = next(iter(registers.values())).shape
 
     def run(self, text):
@@ -66,18 +68,21 @@ class Warp:
             if name == ".reg":
                 kind, names = operands.split(maxsplit=1)
                 assert kind in (".b32", ".f32", ".pred"), line
-                self.writable |= {name.strip() for name in names.split(",")}
+                self.writable |= {name.strip(): kind == ".pred" for name in names.split(",")}
             elif name == MMA:
                 self._mma(*([item.strip() for item in group.split(",")] for group in re.findall(r"{(.*?)}", operands)))
             else:
-                operation, arity = OPERATIONS[name]
+                operation, kinds = OPERATIONS[name]
                 target, *sources = [operand.strip() for operand in operands.split(",")]
-                assert len(sources) == arity, line
-                self.write(target, operation(*map(self.read, sources)))
+                values = [self.read(source) for source in sources]
+                assert "".join("p" if value.dtype == bool else "r" for value in values) == kinds, line
+                self.write(target, operation(*values))
 
     def read(self, operand):
         if operand == "%laneid":
             return np.broadcast_to(LANE, self.shape)
+        if operand == "%smid":
+            return np.full(self.shape, SMID, np.uint32)
         if match := re.fullmatch(r"0f([0-9A-Fa-f]{8})|0x([0-9A-Fa-f]+)", operand):
             return np.full(self.shape, int(match[1] or match[2], 16), np.uint32)
         if re.fullmatch(r"-?\d+", operand):
@@ -85,7 +90,7 @@ class Warp:
         return self.registers[operand]  # KeyError: not written yet
 
     def write(self, target, value):
-        assert target in self.writable, target
+        assert self.writable.get(target) == (value.dtype == bool), target
         self.registers[target] = value if value.dtype == bool else value.astype(np.uint32)
 
     def _mma(self, d, a, b, c):
@@ -156,6 +161,16 @@ def _shuffle(a, lane, clamp, members):
     return np.take_along_axis(a, lane.astype(np.int64), axis=1)
 
 
+def _barrier(number, some):
+    """What all threads agree on: whether `some` is set in one of them."""
+    assert (number == 0).all(), "a barrier of a part of the block"
+    return np.full_like(some, some.any())
+
+
+def _select(a, b, first):
+    return np.where(first, a, b)
+
+
 def _multiply(a, b):
     """Subnormals are kept, as by mul's bf16 forms; in float64 the product is exact."""
     product = (bfloat16(a) * bfloat16(b)).astype(ml_dtypes.bfloat16)
@@ -168,25 +183,26 @@ def _fma(a, b, c):
     return (float32(a) * float32(b) + float32(c)).astype(np.float32).view(np.uint32)
 
 
-# What is known, and how many operands it takes.
+# What is known, and its operands: registers or predicates.
 OPERATIONS = {
-    "mov.b32": (lambda a: a, 1),
-    "mov.u32": (lambda a: a, 1),
-    "mov.f32": (lambda a: a, 1),
-    "and.b32": (lambda a, b: a & b, 2),
-    "or.b32": (lambda a, b: a | b, 2),
-    "add.u32": (lambda a, b: a + b, 2),
-    "sub.u32": (lambda a, b: a - b, 2),
-    "shl.b32": (_shift(up=True), 2),
-    "shr.b32": (_shift(up=False), 2),
-    "shr.u32": (_shift(up=False), 2),
-    "lop3.b32": (_lop3, 4),
-    "prmt.b32": (_prmt, 3),
-    "setp.lt.u32": (lambda a, b: a < b, 2),
-    "selp.b32": (lambda a, b, p: np.where(p, a, b), 3),
-    "mul.rn.bf16x2": (_multiply, 2),
-    "fma.rn.f32": (_fma, 3),
-    "shfl.sync.idx.b32": (_shuffle, 4),
+    "mov.b32": (lambda a: a, "r"),
+    "mov.u32": (lambda a: a, "r"),
+    "mov.f32": (lambda a: a, "r"),
+    "and.b32": (lambda a, b: a & b, "rr"),
+    "add.u32": (lambda a, b: a + b, "rr"),
+    "shl.b32": (_shift(up=True), "rr"),
+    "shr.b32": (_shift(up=False), "rr"),
+    "shr.u32": (_shift(up=False), "rr"),
+    "lop3.b32": (_lop3, "rrrr"),
+    "prmt.b32": (_prmt, "rrr"),
+    "setp.eq.u32": (lambda a, b: a == b, "rr"),
+    "setp.ne.u32": (lambda a, b: a != b, "rr"),
+    "selp.b32": (_select, "rrp"),
+    "selp.f32": (_select, "rrp"),
+    "mul.rn.bf16x2": (_multiply, "rr"),
+    "fma.rn.f32": (_fma, "rrr"),
+    "shfl.sync.idx.b32": (_shuffle, "rrrr"),
+    "bar.red.or.pred": (_barrier, "rp"),
 }
 
 

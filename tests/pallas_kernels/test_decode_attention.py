@@ -224,9 +224,9 @@ def test_default_schedule_fills_the_gpu_once(shape, batch):
     schedule = default_schedule(batch, shape.num_kv_heads, shape.entries(262_144), shape.window)
     programs = batch * shape.num_kv_heads * schedule.num_splits
     if shape.window is None:
-        assert 132 <= programs <= 264
+        assert 256 <= programs <= 396
     else:
-        assert schedule.num_splits == {1: 9, 2: 9, 8: 9, 64: 1}[batch]
+        assert schedule.num_splits == {1: 9, 2: 9, 8: 9, 64: 2}[batch]
 
 
 def avals(shape, batch, context):

@@ -20,6 +20,7 @@ from pallas_kernels.dense_gemv.shapes import (
 )
 from tests.pallas_kernels.matrix_cases import (
     assert_close,
+    assert_loads_come_first,
     assert_well_compiled,
     draw,
     draw_matrix,
@@ -47,16 +48,16 @@ class Case:
 
 # Rows that fill neither a block nor a row group, columns that do not fill a step, a norm on either path for one token.
 CASES = [
-    Case("nvfp4", 1, 400, (40, 16, 7), Blocks(1, 2), norm=True, residual=True),
+    Case("nvfp4", 1, 400, (40, 16, 7), Blocks(2, 2), norm=True, residual=True),
     Case("nvfp4", 1, 400, (16, 9), Blocks(1, 1), norm=True, residual=True),
     Case("nvfp4", 1, 64, (32,), None, out_dtype=jnp.float32),
     Case("nvfp4", 1, 272, (21, 21), Blocks(3, 1), activation="swiglu"),
     Case("nvfp4", 3, 208, (40, 40), Blocks(3, 2), norm=True, residual=True, activation="swiglu"),
-    Case("nvfp4", 8, 592, (27, 33), Blocks(2, 4), out_dtype=jnp.float32),
+    Case("nvfp4", 8, 592, (27, 33), Blocks(5, 2), out_dtype=jnp.float32),
     Case("bf16", 1, 264, (24, 40), Blocks(2, 4), norm=True),
     Case("bf16", 1, 328, (19, 19), Blocks(1, 1), norm=True, residual=True, activation="swiglu"),
     Case("bf16", 2, 72, (33,), None, out_dtype=jnp.float32),
-    Case("bf16", 5, 136, (20, 50), Blocks(1, 2), norm=True, residual=True),
+    Case("bf16", 5, 136, (20, 50), Blocks(5, 2), norm=True, residual=True),
 ]
 
 
@@ -139,6 +140,29 @@ def test_what_the_kernel_does_not_take_is_refused():
             jax.eval_shape(lambda x, m: dense_gemv(x, [m]), like((num_tokens, columns)), matrix)
 
 
+def report_of(compiled, target, shape, weight_format, num_tokens):
+    """A real model's layer, compiled."""
+    x, weight = like((num_tokens, shape.columns)), like((shape.columns,)) if shape.norm else None
+    matrices = [like_matrix((rows, shape.columns), weight_format) for rows in shape.rows]
+
+    def fn(x, residual, weight, matrices):
+        return dense_gemv(
+            x,
+            matrices,
+            residual=residual,
+            norm_weight=weight,
+            norm_eps=1e-6,
+            activation="swiglu" if shape.swiglu else None,
+            out_dtype=jnp.float32 if shape.float32 else jnp.bfloat16,
+        )
+
+    return with_layouts(compiled, target, fn, x, x if shape.norm else None, weight, matrices)
+
+
+def shape_id(value):
+    return f"{value.columns}x{sum(value.rows)}" if isinstance(value, Shape) else None
+
+
 @pytest.mark.parametrize(
     "target, shape, weight_format, num_tokens",
     [
@@ -155,25 +179,18 @@ def test_what_the_kernel_does_not_take_is_refused():
         ("gb200", FLINT_QKV, "nvfp4", 1),
         ("gb200", FLINT_O, "bf16", 8),
     ],
-    ids=lambda value: f"{value.columns}x{sum(value.rows)}" if isinstance(value, Shape) else None,
+    ids=shape_id,
 )
 def test_one_kernel_at_the_models_shapes(target, shape, weight_format, num_tokens, compiled):
-    x, weight = like((num_tokens, shape.columns)), like((shape.columns,)) if shape.norm else None
-    matrices = [like_matrix((rows, shape.columns), weight_format) for rows in shape.rows]
-
-    def fn(x, residual, weight, matrices):
-        return dense_gemv(
-            x,
-            matrices,
-            residual=residual,
-            norm_weight=weight,
-            norm_eps=1e-6,
-            activation="swiglu" if shape.swiglu else None,
-            out_dtype=jnp.float32 if shape.float32 else jnp.bfloat16,
-        )
-
-    report = with_layouts(compiled, target, fn, x, x if shape.norm else None, weight, matrices)
+    report = report_of(compiled, target, shape, weight_format, num_tokens)
     assert_well_compiled(report, {"dense_gemv": 1}, wide=shape.columns % 1024 == 0)
+
+
+@pytest.mark.parametrize("shape", [FLINT_O, FLINT_HEAD], ids=shape_id)
+@pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
+def test_weights_are_asked_for_before_the_first_product(shape, weight_format, compiled):
+    report = report_of(compiled, "h200", shape, weight_format, 1)
+    assert_loads_come_first(report.code["dense_gemv"].ptx)
 
 
 def test_a_residual_without_a_norm_is_refused():

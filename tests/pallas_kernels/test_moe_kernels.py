@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from pallas_kernels.dense_gemv.reference import accumulate
-from pallas_kernels.moe import Blocks, down, gate_up
+from pallas_kernels.moe import Blocks, down, gate_up, new_counters
 from pallas_kernels.moe.shapes import FLINT, FLINT_TINY
-from pallas_kernels.warp_tiles import Matrix
+from pallas_kernels.warp_tiles import ROW_GROUP, Matrix
 from tests.pallas_kernels.matrix_cases import (
     assert_close,
     assert_well_compiled,
@@ -54,11 +55,11 @@ class Case:
 # Rows that fill neither a block nor a row group, columns that do not fill a step, more experts than a warp has lanes or
 # fewer, one warp an expert and several, all experts in flight at once or a few, the last of them missing.
 CASES = [
-    Case(blocks=Blocks(1, 1, 2, 2)),
-    Case("bf16", 1, 136, 40, 24, 9, top_k=4, normalise=False, round_weights=True, blocks=Blocks(2, 2, 4, 1)),
-    Case(num_tokens=2, hidden=272, inner=272, shared_inner=32, top_k=2, blocks=Blocks(1, 2, 4, 1)),
-    Case("bf16", 5, 104, 56, 120, top_k=3, blocks=Blocks(1, 1, 2, 2)),
-    Case(num_tokens=8, num_experts=5, top_k=2, inner=80, round_weights=True, blocks=Blocks(3, 2, 4, 2)),
+    Case(blocks=Blocks(1, 1, 1, 2)),
+    Case("bf16", 1, 136, 40, 24, 9, top_k=4, normalise=False, round_weights=True, blocks=Blocks(2, 2, 3, 4)),
+    Case(num_tokens=2, hidden=272, inner=272, shared_inner=32, top_k=2, blocks=Blocks(1, 2, 2, 4)),
+    Case("bf16", 5, 104, 56, 120, top_k=3, blocks=Blocks(1, 1, 1, 2)),
+    Case(num_tokens=8, num_experts=5, top_k=2, inner=80, round_weights=True, blocks=Blocks(3, 2, 3, 4)),
     Case(num_experts=64, top_k=6),
 ]
 one_of = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.weight_format}-{case.num_tokens}-{case.inner}")
@@ -116,6 +117,7 @@ def draw_down(case, seed=0, logits=None):
         jnp.asarray(ids),
         jnp.asarray([(ids >= 0).sum()], jnp.int32),
         jnp.asarray(weights),
+        new_counters(case.hidden),
         poisoned(draw_matrix(rng, (case.num_experts, case.hidden, case.inner), case.weight_format), chosen),
         draw_matrix(rng, (case.hidden, case.shared_inner), case.weight_format),
     )
@@ -129,7 +131,8 @@ def run_gate_up(*args, case, implementation="triton"):
 
 @functools.partial(jax.jit, static_argnames=("case", "implementation"))
 def run_down(*args, case, implementation="triton"):
-    return down(*args, blocks=case.blocks, implementation=implementation, interpret=INTERPRET)
+    how = dict(blocks=case.blocks, implementation=implementation, interpret=INTERPRET)
+    return down(*args, top_k=case.top_k, **how)
 
 
 def check_gate_up(case, args):
@@ -144,7 +147,7 @@ def check_gate_up(case, args):
     for got_ids, got_count in [(ids, count), (want[2], want[3])]:
         np.testing.assert_array_equal(got_ids, expected)
         np.testing.assert_array_equal(got_count, [used])
-    assert_close(out[:used], want[0][:used])
+    assert_close(*(jnp.where((want[4] > 0)[..., None], x, 0) for x in (out, want[0])))
     assert_close(shared, want[1], steps=3)  # gate, up and their product are rounded each
     scores = 1 / (1 + np.exp(-np.take_along_axis(logits, chosen, axis=1).astype(np.float64)))
     scores = scores / scores.sum(axis=1, keepdims=True) if case.normalise else scores
@@ -152,15 +155,15 @@ def check_gate_up(case, args):
     for got in (weights, want[4]):
         np.testing.assert_allclose(got, by_slot, rtol=2**-8 if case.round_weights else 1e-6)
         assert not case.round_weights or (np.asarray(got).astype(ml_dtypes.bfloat16) == got).all()
-    return out, ids
+    return out, ids, weights
 
 
 @one_of
 def test_gate_up_is_the_reference(case):
     args = draw_gate_up(case)
-    out, ids = check_gate_up(case, args)
+    out, _, weights = check_gate_up(case, args)
     if INTERPRET:  # what was never written is NaN
-        assert np.isnan(np.asarray(out, np.float32)[np.asarray(ids) < 0]).all()
+        assert np.isnan(np.asarray(out, np.float32)[np.asarray(weights) == 0]).all()
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=["one", "five"])
@@ -170,7 +173,7 @@ def test_of_equal_logits_the_first_experts_are_selected(case, value):
     logits = np.full((case.num_tokens, case.num_experts), value, np.float32)
     if not value:
         logits[:, ::2] = -0.0
-    _, ids = check_gate_up(case, draw_gate_up(case, logits=logits))
+    _, ids, _ = check_gate_up(case, draw_gate_up(case, logits=logits))
     first, step = (0, 1) if value else (1, 2)
     assert np.asarray(ids)[: case.top_k].tolist() == list(range(first, first + step * case.top_k, step))
 
@@ -197,8 +200,7 @@ def test_idle_rows_select_no_expert():
         assert np.asarray(one[3]).tolist() == [len(busy)]
         assert not np.asarray(one[4])[:, ~valid].any()
     np.testing.assert_allclose(got[4], want[4], rtol=1e-6)
-    assert np.isfinite(np.asarray(got[0], np.float32)[: len(busy)]).all()
-    assert_close(got[0][: len(busy)], want[0][: len(busy)])
+    assert_close(*(jnp.where((want[4] > 0)[..., None], x, 0) for x in (got[0], want[0])))
 
 
 def test_tokens_select_the_last_experts_too():
@@ -206,14 +208,15 @@ def test_tokens_select_the_last_experts_too():
     case = CASES[3]
     logits = np.random.default_rng(0).standard_normal((case.num_tokens, case.num_experts)).astype(np.float32)
     logits[:, 31:] += 8
-    _, ids = check_gate_up(case, draw_gate_up(case, logits=logits))
+    _, ids, _ = check_gate_up(case, draw_gate_up(case, logits=logits))
     assert np.asarray(ids)[0] >= 31 and 36 in np.asarray(ids)
 
 
 def check_down(case, args):
-    got, want = (run_down(*args, case=case, implementation=name) for name in ("triton", "reference"))
+    (got, counters), (want, _) = (run_down(*args, case=case, implementation=name) for name in ("triton", "reference"))
+    assert not np.asarray(counters).any()
     # Both operands of the last sum are rounded.
-    routed = run_down(*args[:1], jnp.zeros_like(args[1]), *args[2:], case=case, implementation="reference")
+    routed, _ = run_down(*args[:1], jnp.zeros_like(args[1]), *args[2:], case=case, implementation="reference")
     assert_close(got, want, steps=2, magnitude=np.maximum(abs(routed), abs(want - routed)).astype(np.float64))
     return got
 
@@ -225,7 +228,7 @@ def test_down_is_the_reference(case):
 
 def test_down_of_tokens_that_select_the_same():
     """Few slots have an expert: the loop over slots ends early."""
-    case = dataclasses.replace(CASES[3], blocks=Blocks(down_warps=2, down_passes=1))
+    case = dataclasses.replace(CASES[3], blocks=Blocks(down_warps=2, down_row_groups=1))
     logits = np.tile(np.random.default_rng(1).standard_normal(case.num_experts).astype(np.float32), (5, 1))
     args = draw_down(case, logits=logits)
     assert args[3].item() == case.top_k and args[0].shape[0] == 15
@@ -246,7 +249,7 @@ def test_of_no_weight_the_shared_expert_is_left():
     case = CASES[0]
     args = list(draw_down(case))
     args[4] = jnp.zeros_like(args[4])
-    assert_close(run_down(*args, case=case), accumulate(args[1], args[-1]).astype(jnp.bfloat16))
+    assert_close(run_down(*args, case=case)[0], accumulate(args[1], args[-1]).astype(jnp.bfloat16))
 
 
 def like_block(shape, weight_format, num_tokens):
@@ -268,6 +271,7 @@ def like_block(shape, weight_format, num_tokens):
         like((num_slots,), jnp.int32),
         like((1,), jnp.int32),
         like((num_slots, num_tokens), jnp.float32),
+        like((pl.cdiv(shape.hidden, ROW_GROUP),), jnp.int32),
         stack(shape.hidden, shape.inner),
         like_matrix((shape.hidden, shape.shared_inner), weight_format),
     )
@@ -291,10 +295,10 @@ def test_two_or_three_kernels_at_the_models_shapes(target, shape, weight_format,
     first, second = like_block(shape, weight_format, num_tokens)
     options = dict(top_k=shape.top_k, normalise=True, round_weights=False)
 
-    def fn(first, shared_down, down_matrix):
-        return down(*gate_up(*first, **options), down_matrix, shared_down)
+    def fn(first, counters, down_matrix, shared_down):
+        return down(*gate_up(*first, **options), counters, down_matrix, shared_down, top_k=shape.top_k)
 
-    report = with_layouts(compiled, target, fn, first, second[-1], second[-2])
+    report = with_layouts(compiled, target, fn, first, *second[-3:], donate=(1,))
     select = {} if num_tokens == 1 else {"moe_select": 1}
     assert_well_compiled(
         report, {"moe_gate_up": 1, "moe_down": 1, **select}, without_matrices=["moe_select"], wide=shape is FLINT

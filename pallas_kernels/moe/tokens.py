@@ -1,0 +1,42 @@
+"""The tokens that selected an expert, one after the other, its weights kept in registers: Pallas, Triton lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.warp_tiles import MAX_TOKENS, Tiles
+
+
+def tokens_of(weights_ref: Any, slot: Any) -> jax.Array:
+    """The tokens that have a weight in weights [slots, tokens] at a slot, as a number's bits."""
+    num_tokens = weights_ref.shape[1]
+    token = lax.iota(jnp.int32, MAX_TOKENS)
+    weights = plt.load(weights_ref.at[slot, token], mask=token < num_tokens, other=0.0)
+    return jnp.where(weights > 0, 1 << token, 0).sum()
+
+
+def for_each_token(tiles: Tiles, tokens: jax.Array, ask: Callable, compute: Callable) -> None:
+    """Calls `compute(loaded, empty, token)` with what `ask(token)` loads, for each bit of `tokens`; there is one at
+    least. The first token's is asked for together with whatever was loaded before, hence the fence in between."""
+    first = _lowest(tokens)
+    loaded = ask(first)
+    empty = tiles.fence()
+    compute(loaded, empty, first)
+
+    def more(rest):
+        token = _lowest(rest)
+        compute(ask(token), empty, token)
+        return rest & (rest - 1)
+
+    lax.while_loop(lambda rest: rest != 0, more, tokens & (tokens - 1))
+
+
+def _lowest(bits: jax.Array) -> jax.Array:
+    """The place of the lowest bit."""
+    return lax.population_count((bits & -bits) - 1)
