@@ -76,7 +76,7 @@ class EngineConfig:
     max_queue: int = 1024
     num_draft_tokens: int | None = None
     media_cache_bytes: int = 256 << 20
-    kernels: str = "plain"
+    kernels: str = "auto"
     progress: bool = True
 
 

@@ -24,8 +24,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kernels",
         choices=["auto", "pallas", "plain"],
-        default="plain",
-        help="fused decode kernels, plain XLA (default), or the kernels where they can run",
+        default="auto",
+        help="fused decode kernels where they can run (auto, default), insist on them (pallas), or plain XLA",
     )
     parser.add_argument("--system", help="a system message")
     media = {"dest": "media", "action": "append", "default": [], "metavar": "FILE"}

@@ -41,7 +41,7 @@ class ServeConfig:
     """Compute type; auto is the checkpoint's."""
     text_only: bool = False
     """Leave out the towers for pictures and sound."""
-    kernels: Literal["auto", "pallas", "plain"] = "plain"
+    kernels: Literal["auto", "pallas", "plain"] = "auto"
     """How decode steps run: pallas, the fused kernels (Flint in bfloat16 on an NVIDIA GPU of compute capability 9.0 or
     more, at most 8 slots); plain, as XLA compiles them; auto takes the kernels where they can run and logs which."""
     num_draft_tokens: int | None = None

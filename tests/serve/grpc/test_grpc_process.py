@@ -162,7 +162,7 @@ def test_jx08_memory_fraction_is_set_before_jax_and_reported(folder, monkeypatch
     assert answer.stderr.splitlines()[-1] == f"error: {report.split()[3]}False"
 
 
-@pytest.mark.parametrize("options, kernels", [([], "plain"), (["--kernels", "pallas"], "pallas")])
+@pytest.mark.parametrize("options, kernels", [([], "auto"), (["--kernels", "plain"], "plain")])
 def test_the_engine_is_told_of_kernels(options, kernels):
     """What it refuses ends the server as any unusable option does."""
     code = (
