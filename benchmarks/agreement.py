@@ -3,7 +3,9 @@
 Random weights and a random cache, one step of each path for the same tokens. A chain of random layers amplifies every
 rounding, so no fixed tolerance means anything after 49 of them. What the two paths may differ by is therefore measured
 on the plain path itself: by how much its logits move when each element of the token embeddings moves to its next
-bfloat16 number. Gives exit code 1 if the fused step differs by more. Prints one JSON line, then a table.
+bfloat16 number. Gives exit code 1 if the fused step differs by more than 1.25 times as much, for two disturbances of
+the last bit do not weigh quite the same, or if the bound is above 0.5 and says nothing. Prints one JSON line, then a
+table.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.decode import first_rows
-from benchmarks.full_size import MODELS, full_size, with_layers
+from benchmarks.full_size import MODELS, abstract_model, full_size, with_layers
 from modeling.architecture import Model
 from modeling.batch import Batch
 from modeling.cache import Cache, PageTables
@@ -34,13 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8, help="sequences that decode together")
     parser.add_argument("--layers", type=int, help="only this many layers")
     args = parser.parse_args(argv)
+    if min(args.batch, args.context) < 1:
+        parser.error(f"--batch and --context are 1 or more, not {args.batch} and {args.context}")
     config = with_layers(MODELS["flint"], args.layers)
-    model, cache, pages = full_size(config, args.format, args.batch, args.context + 1, max_chunk=1)
-    assert isinstance(model, Flint)
     try:
-        kernels = choose_kernels(model, "pallas", args.batch, jax.devices()[0])
+        kernels = choose_kernels(abstract_model(config, args.format), "pallas", args.batch, jax.devices()[0])
     except KernelsError as error:
         parser.error(str(error))
+    model, cache, pages = full_size(config, args.format, args.batch, args.context + 1, max_chunk=1)
+    assert isinstance(model, Flint)
     plain = logits(model, cache, pages, args.context)
     found = compared(plain, logits(with_kernels(model, kernels), cache, pages, args.context))
     bound = compared(plain, logits(nudged(model, args.batch), cache, pages, args.context))
@@ -50,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     for name, values in result.items():
         print(f"{name:>50}  {values}", file=sys.stderr)
-    return 0 if found["relative_error"] <= bound["relative_error"] else 1
+    return 0 if found["relative_error"] <= 1.25 * bound["relative_error"] < 0.5 else 1
 
 
 def logits(model: Model, cache: Cache, pages: PageTables, context: int) -> np.ndarray:

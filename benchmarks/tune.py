@@ -102,6 +102,7 @@ def measure(case: Case, reference: Future, candidates: list[tuple[Sizes, Future]
                 yield us, sizes
             else:
                 log(f"  {described(sizes)}: wrong, off by {error:.1e}")
+                arguments = Arguments.of(case)  # the state may be wrong too
         except jax.errors.JaxRuntimeError as failure:
             log(f"  {described(sizes)}: does not run: {first_line(failure)}")
             arguments = Arguments.of(case)  # the state may be gone

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import check_arrays, check_implementation, check_matrices
 from pallas_kernels.dense_gemv import reference, triton
 from pallas_kernels.dense_gemv.triton import Blocks
 from pallas_kernels.tuning import block_sizes, case_of
@@ -43,16 +44,12 @@ def dense_gemv(
         The output [tokens, out], and with a residual also the rounded sum bfloat16 [tokens, in].
 
     Raises:
-        ValueError: for what `supports` refuses, and for a residual without a norm.
+        ValueError: for what `supports` refuses, a residual without a norm, and arguments that do not fit together.
     """
-    if residual is not None and norm_weight is None:
-        raise ValueError("dense_gemv adds a residual only before a norm; give norm_weight too")
+    _check(x, matrices, residual, norm_weight, activation, implementation)
     if implementation == "reference":
         run, options = reference.dense_gemv, {}
     else:
-        problem = supports(x.shape[0], x.shape[1], matrices)
-        if problem:
-            raise ValueError(f"dense_gemv has no kernel for {problem}; use implementation='reference'")
         blocks = blocks or default_blocks(x.shape[0], x.shape[1], matrices, activation)
         run, options = triton.dense_gemv, dict(blocks=blocks, interpret=interpret)
     return list(
@@ -87,6 +84,25 @@ def default_blocks(
     if activation == "swiglu":
         return Blocks(1, 16) if bf16 else Blocks(2, 8)
     return Blocks(2, 16) if bf16 else Blocks(5, 8)
+
+
+def _check(x, matrices, residual, norm_weight, activation, implementation) -> None:
+    check_implementation(implementation)
+    if residual is not None and norm_weight is None:
+        raise ValueError("dense_gemv adds a residual only before a norm; give norm_weight too")
+    if activation not in (None, "swiglu"):
+        raise ValueError(f"activation is None or 'swiglu', not {activation!r}")
+    rows = [matrix.weight.shape[0] for matrix in matrices]
+    if not rows or (activation and (len(rows) != 2 or rows[0] != rows[1])):
+        wanted = "two matrices of as many rows" if activation else "at least one matrix"
+        raise ValueError(f"dense_gemv wants {wanted}, not {len(rows)} of {rows} rows")
+    if x.ndim != 2 or not x.shape[0]:
+        raise ValueError(f"x is {x.shape}, not [tokens, in] of one token or more")
+    columns, bf16 = x.shape[1], (jnp.bfloat16,)
+    if implementation == "triton" and (problem := supports(x.shape[0], columns, matrices)):
+        raise ValueError(f"dense_gemv has no kernel for {problem}; use implementation='reference'")
+    check_arrays(x=(x, x.shape, bf16), residual=(residual, x.shape, bf16), norm_weight=(norm_weight, (columns,), bf16))
+    check_matrices(**{f"matrix {i}": (matrix, (rows[i], columns)) for i, matrix in enumerate(matrices)})
 
 
 def supports(num_tokens: int, num_columns: int, matrices: Sequence[Matrix]) -> str | None:

@@ -188,9 +188,9 @@ def store_rows(
     first_token: Any = 0,
 ) -> None:
     """Stores a finished array's `count` row groups at [*lead, first_token + token, row + ...], but for rows from `end`
-    on, if given."""
+    on, if given, and for tokens that there are not."""
     place, token = tiles.places(values.shape)
-    fits = token < tiles.num_tokens
+    fits = (token < tiles.num_tokens) & (first_token + token < out_ref.shape[-2])
     if values.shape[-1] > count:
         fits &= place < count * ROW_GROUP
     if end is not None:

@@ -197,7 +197,7 @@ def _of_several_tokens(
             def compute(asked, empty, token):
                 x, before, share = asked
                 sums = one.finish(multiply_groups(one, loaded, [one.spread(of_step) for of_step in x], empty))
-                index = 1 + (before > 0).astype(jnp.int32).sum()
+                index = 1 + (before != 0).astype(jnp.int32).sum()
                 store_rows(
                     one, partial_ref, share * _rounded(scaled(sums, scales)), row, bound, row_groups, (index,), token
                 )
@@ -207,10 +207,11 @@ def _of_several_tokens(
         def add_shared():
             """One row group: all tokens at once take more registers, which all programs of a launch have."""
             first = row + part * ROW_GROUP
-            loaded = load_groups(shared_tiles, shared_ref, first, 1, hidden)
+            end = bound or (hidden if hidden % ROW_GROUP else None)
+            steps = range(shared_tiles.num_steps)
+            loaded = [[load_pair(shared_tiles, shared_ref, step, first, end, None)] for step in steps]
             scales, activations = accumulator_scales(tiles, [shared_ref]), ask(shared_tiles, shared_x_ref, Norm())
             sums = tiles.finish(multiply_groups(shared_tiles, loaded, activations(), tiles.fence()))
-            end = hidden if hidden % ROW_GROUP or bound else None
             store_rows(tiles, partial_ref, _rounded(scaled(sums, scales)), first, end, 1, (0,))
 
         def add_up():
@@ -224,7 +225,7 @@ def _of_several_tokens(
             values = [plt.load(partial_ref.at[i, token, row + place], mask=fits, other=0.0) for i in range(1 + top_k)]
             exist = (slots < num_slots) & (tokens < num_tokens)
             shares = plt.load(weights_ref.at[slots, tokens], mask=exist, other=0.0)
-            selected = (shares > 0).astype(jnp.int32).sum(axis=0)[:, None]
+            selected = (shares != 0).astype(jnp.int32).sum(axis=0)[:, None]
             routed = functools.reduce(jnp.add, [jnp.where(i < selected, x, 0.0) for i, x in enumerate(values[1:])])
             plt.store(out_ref.at[token, row + place], (_rounded(routed) + values[0]).astype(jnp.bfloat16), mask=fits)
 

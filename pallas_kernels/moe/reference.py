@@ -44,7 +44,7 @@ def down(activations, shared_activations, ids, count, weights, experts, shared):
     total = jnp.zeros((activations.shape[1], experts.weight.shape[1]), jnp.float32)
     for x, expert, weight in zip(activations, ids, weights, strict=True):
         rows = rounded(accumulate(x, experts, jnp.maximum(expert, 0)), jnp.bfloat16).astype(jnp.float32)
-        total = total + jnp.where((expert >= 0) & (weight > 0)[:, None], weight[:, None] * rows, 0.0)
+        total = total + jnp.where((expert >= 0) & (weight != 0)[:, None], weight[:, None] * rows, 0.0)
     routed = rounded(total, jnp.bfloat16).astype(jnp.float32)
     shared_rows = rounded(accumulate(shared_activations, shared), jnp.bfloat16).astype(jnp.float32)
     return rounded(routed + shared_rows, jnp.bfloat16)

@@ -162,6 +162,8 @@ def _select(logits, valid, num_slots, *, top_k, normalise, round_weights, interp
         lane = lax.broadcasted_iota(jnp.int32, (WARP,), 0)
         token = lax.broadcasted_iota(jnp.int32, selection.scores[0].shape, 0)
         weights = routing_weights(selection.scores, selection.total[:, None], normalise, round_weights)
+        # A total that is no number is so for the chosen alone.
+        weights = [jnp.where(here, w, 0.0) for here, w in zip(selection.chosen, weights, strict=True)]
         for i, (here, place, weight) in enumerate(zip(used, places, weights, strict=True)):
             plt.store(ids_ref.at[place], i * WARP + lane, mask=here)
             at = jnp.broadcast_to(place[None], token.shape)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels.checks import check_arrays, check_implementation
 from pallas_kernels.router import reference, triton
 from pallas_kernels.router.triton import Blocks
 from pallas_kernels.tuning import block_sizes, case_of
-from pallas_kernels.warp_tiles import Matrix
+from pallas_kernels.warp_tiles import MAX_TOKENS, Matrix
 
 __all__ = ["Blocks", "router"]
 
@@ -34,7 +36,20 @@ def router(
 
     Returns:
         Logits float32 [tokens, num_experts], the normalised sum and the new stream, both bfloat16 [tokens, hidden].
+
+    Raises:
+        ValueError: arguments that do not fit together, or more than eight tokens.
     """
+    check_implementation(implementation)
+    (tokens, hidden), bf16 = x.shape, (jnp.bfloat16,)
+    check_arrays(
+        x=(x, (tokens, hidden), bf16),
+        residual=(residual, (tokens, hidden), bf16),
+        norm_weight=(norm_weight, (hidden,), bf16),
+        gate=(gate, (gate.shape[0], hidden), (jnp.float32, jnp.bfloat16)),
+    )
+    if implementation == "triton" and tokens > MAX_TOKENS:
+        raise ValueError(f"the kernel takes {MAX_TOKENS} tokens at most, not {tokens}")
     options = dict(norm_eps=norm_eps, round_logits=round_logits)
     if implementation == "reference":
         return reference.router(x, residual, norm_weight, gate, **options)
