@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import jax
 import numpy as np
@@ -89,6 +90,9 @@ class Engine:
         num_draft_tokens: tokens drafted a step; 0 without speculation.
         eos_token_ids: end tokens, unless a request ignores them.
         compiles_since_ready: programs XLA has compiled since `start` returned; stays 0.
+        drafts_total: decode steps of a request that checked drafts.
+        observer: called with every output on the engine's thread, before the request's own reader; must not block.
+            None, or for example `serve.metrics.Metrics.record`.
         is_alive: False once the engine's thread has died of a fault it could not recover from.
     """
 
@@ -132,7 +136,8 @@ class Engine:
         self._idle.set()
         self._thread: threading.Thread | None = None
         self._prompt_tokens_total = self._generation_tokens_total = 0
-        self._draft_tokens_total = self._accepted_tokens_total = 0
+        self._draft_tokens_total = self._accepted_tokens_total = self.drafts_total = 0
+        self.observer: Callable[[Sequence, Output], None] | None = None
         self.compiles_since_ready = 0
         self.is_alive = True
 
@@ -191,12 +196,15 @@ class Engine:
             )
         return max_tokens
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request; a final `Output` with "abort" follows. False if the id is not in the engine."""
+    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> bool:
+        """Ends a request; a final `Output` follows. False if the id is not in the engine.
+
+        `reason` is its `finish_reason`: "abort", or "stop" where the caller has found a stop string.
+        """
         with self._lock:
             if request_id not in self._known:
                 return False
-            self._inbox.put(lambda: self._abort(request_id))
+            self._inbox.put(lambda: self._abort(request_id, reason))
             return True
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -230,11 +238,9 @@ class Engine:
                 self.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """Counts as of now; safe from any thread."""
+        """Counts as of now; safe from any thread, and never in the engine's way: it takes no lock."""
         scheduler = self._scheduler
-        with self._lock:
-            known = len(self._known)
-        running = len(scheduler.running)
+        known, running = len(self._known), len(scheduler.running)
         return EngineStats(
             num_running=running,
             num_waiting=max(0, known - running),
@@ -318,7 +324,7 @@ class Engine:
                 log.exception("while stopping")
         reason, sentence = ("abort", None) if self.is_alive else ("error", "the engine has stopped; restart the server")
         for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
-            self._end(sequence, self._last_output(sequence, reason, sentence))
+            self._end(sequence, sequence.last_output(reason, sentence))
 
     def _step(self) -> None:
         """Admits what fits, runs one prompt chunk, then lets every decoding slot generate a few tokens."""
@@ -398,6 +404,7 @@ class Engine:
         for tokens in tokens_of_steps[tokens_of_steps > 0].tolist():
             drafted = min(self.num_draft_tokens, remaining - 1)
             sequence.speculation.add(drafted, tokens - 1)
+            self.drafts_total += drafted > 0
             self._draft_tokens_total += drafted
             self._accepted_tokens_total += tokens - 1
             remaining -= tokens
@@ -438,34 +445,24 @@ class Engine:
         else:
             self._call_back(sequence, output)
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str, reason: str) -> None:
         sequence = self._scheduler.find(request_id)
         if sequence is None:  # it ended while the abort was on its way
             return
         if sequence.slot >= 0:
             self._programs.release(sequence.slot)
-        self._end(sequence, self._last_output(sequence, "abort"))
+        self._end(sequence, sequence.last_output(reason))
 
     def _fail_running(self, sentence: str) -> None:
         """Ends every running request and starts from empty device state; waiting requests lose nothing."""
         for sequence in list(self._scheduler.running.values()):
-            self._end(sequence, self._last_output(sequence, "error", sentence))
+            self._end(sequence, sequence.last_output("error", sentence))
         self._programs.reset()
 
     def _lose(self, sequence: Sequence, sentence: str) -> None:
         """Ends one request with the exception at hand, which is its own alone."""
         log.exception("request %s is lost", sequence.request.request_id)
-        self._end(sequence, self._last_output(sequence, "error", sentence))
-
-    def _last_output(self, sequence: Sequence, reason: str, error: str | None = None) -> Output:
-        return Output(
-            request_id=sequence.request.request_id,
-            finish_reason=reason,
-            error=error,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_output_tokens=sequence.num_output_tokens,
-            speculation=sequence.speculation.snapshot(),
-        )
+        self._end(sequence, sequence.last_output("error", sentence))
 
     def _end(self, sequence: Sequence, output: Output) -> None:
         self._scheduler.finish(sequence)
@@ -476,8 +473,12 @@ class Engine:
             if not self._known:
                 self._idle.set()
 
-    @staticmethod
-    def _call_back(sequence: Sequence, output: Output) -> None:
+    def _call_back(self, sequence: Sequence, output: Output) -> None:
+        try:
+            if self.observer is not None:
+                self.observer(sequence, output)
+        except BaseException:  # who counts requests must not harm them
+            log.exception("the engine's observer raised")
         try:
             sequence.on_output(output)
         except BaseException:  # one reader's fault, whatever it is, must not end the others' requests

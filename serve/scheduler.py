@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable
 
 from modeling.cache import CacheShape, pages_for
@@ -23,6 +24,8 @@ class Sequence:
         num_output_tokens: tokens generated.
         prompt_logprobs: of the prompt tokens scored so far (the first has none).
         speculation: how its drafts fared.
+        arrived_at, admitted_at: `time.monotonic()` when it was submitted and when it got its slot; None before that.
+        first_token_at, last_token_at: likewise of its tokens, where an observer of the engine keeps them.
     """
 
     request: Request
@@ -35,6 +38,10 @@ class Sequence:
     num_output_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=lambda: [None])
     speculation: SpeculationCount = dataclasses.field(default_factory=SpeculationCount)
+    arrived_at: float = dataclasses.field(default_factory=time.monotonic)
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -43,6 +50,17 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         return self.num_prefilled < self.num_prompt_tokens
+
+    def last_output(self, reason: str, error: str | None = None) -> Output:
+        """The news that it ended without new tokens: "abort", or "error" with a sentence."""
+        return Output(
+            request_id=self.request.request_id,
+            finish_reason=reason,
+            error=error,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            speculation=self.speculation.snapshot(),
+        )
 
 
 class Scheduler:
@@ -74,6 +92,7 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         sequence.full_pages, sequence.window_pages = self.full_pool.take(full), self.window_pool.take(window)
         self.running[sequence.slot] = sequence
+        sequence.admitted_at = time.monotonic()
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
