@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import ipaddress
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,9 +31,25 @@ class ServeConfig:
     served_model_name: str | None = None
     """Name that clients see; the model's own if left out."""
     host: str = "127.0.0.1"
-    """Address to listen on. There is no authentication: open it to others only behind a gateway."""
+    """Address to listen on. Opened to others it should have TLS and tokens, or a gateway in front."""
     port: int = 50051
     """TCP port; 0 takes a free one and the ready line names it."""
+    metrics_port: int | None = None
+    """HTTP port of Prometheus metrics at /metrics, without TLS or tokens; 0 takes a free one, which the log names. None
+    are offered if left out."""
+    tls_certificate: str | None = None
+    """PEM file of the server's certificate and those between it and its authority; with tls_key, the port speaks TLS
+    only."""
+    tls_key: str | None = None
+    """PEM file of that certificate's private key, not encrypted."""
+    tls_client_ca: str | None = None
+    """PEM file of authorities; if given, every client must show a certificate of one of them (mutual TLS)."""
+    auth_token_file: str | None = None
+    """File of tokens, one a line, each of 16 or more characters; # begins a comment line. If given, calls must carry
+    one of them as metadata, 'authorization: Bearer <token>'; the standard health service needs none. Read again when it
+    changes."""
+    insecure_auth: bool = False
+    """Take tokens without TLS on an address that other machines reach. They can then be read on the way."""
     services: tuple[Literal["vllm", "tokenspeed"], ...] | None = None
     """Protocols to speak: vllm.grpc.engine.VllmEngine, tokenspeed.grpc.scheduler.TokenSpeedScheduler. If left out, vllm
     for a model of text and tokenspeed for one that reads pictures or sound: smg sends sound over tokenspeed only, and
@@ -118,6 +135,7 @@ def check(config: ServeConfig) -> None:
     """
     ranges = {
         "port": (0, 65535),
+        "metrics_port": (0, 65535),
         "max_model_len": (2, 2**31 - 1),
         "num_draft_tokens": (0, 64),
         "num_slots": (1, 1024),
@@ -134,3 +152,24 @@ def check(config: ServeConfig) -> None:
     fraction = config.memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction is {fraction}; it must be above 0 and at most 1.")
+    _check_security(config)
+
+
+def _check_security(config: ServeConfig) -> None:
+    """That the options fit each other; what their files hold is checked where they are read."""
+    encrypted = config.tls_certificate is not None
+    if encrypted != (config.tls_key is not None):
+        given, missing = ("tls_certificate", "tls_key") if encrypted else ("tls_key", "tls_certificate")
+        raise ValueError(f"{given} is given without {missing}; give both for TLS, or neither.")
+    if config.tls_client_ca is not None and not encrypted:
+        raise ValueError("tls_client_ca is given without tls_certificate and tls_key; client certificates need TLS.")
+    if config.auth_token_file is not None and not (encrypted or config.insecure_auth or _is_loopback(config.host)):
+        message = f"auth_token_file is given without TLS, and host is {config.host}: tokens could be read on the way."
+        raise ValueError(message + " Give tls_certificate and tls_key, or set insecure_auth to true.")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name; only this one is known to stay on the machine
+        return host == "localhost"

@@ -7,23 +7,27 @@ from typing import Any, NoReturn
 
 import grpc
 
-from serve.request import EngineBusy, EngineClosed, InvalidRequest
-
-RETRY_AFTER_MS = 1000
+from serve.request import EngineClosed, InvalidRequest
 
 _STATUS = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    EngineBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     EngineClosed: grpc.StatusCode.UNAVAILABLE,
 }
 
 
 class Refusal(Exception):
-    """A request ends with this status; the message says what to change."""
+    """A request ends with this status; the message says what to change.
 
-    def __init__(self, status: grpc.StatusCode, message: str):
+    Args:
+        status: how the call ends.
+        message: a sentence for the client.
+        retry_after_s: seconds after which the same request may succeed; None if it will not by waiting.
+    """
+
+    def __init__(self, status: grpc.StatusCode, message: str, retry_after_s: float | None = None):
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 REFUSALS = (Refusal, *_STATUS)
@@ -32,14 +36,16 @@ REFUSALS = (Refusal, *_STATUS)
 async def abort_with(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
     """Ends the RPC with the status of `error`, one of `REFUSALS`.
 
-    A full queue carries `grpc-retry-pushback-ms`, which gRPC clients with a retry policy obey by themselves.
+    One that waiting may cure carries `grpc-retry-pushback-ms`, which gRPC clients with a retry policy obey by
+    themselves.
     """
+    trailers = ()
     if isinstance(error, Refusal):
         status = error.status
+        if error.retry_after_s is not None:
+            trailers = (("grpc-retry-pushback-ms", str(round(error.retry_after_s * 1000))),)
     else:
         status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
-    busy = status is grpc.StatusCode.RESOURCE_EXHAUSTED
-    trailers = (("grpc-retry-pushback-ms", str(RETRY_AFTER_MS)),) if busy else ()
     await context.abort(status, str(error), trailers)
     raise AssertionError("context.abort returned")
 

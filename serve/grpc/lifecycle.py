@@ -10,11 +10,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
+from serve.grpc.auth import TokenFile
 from serve.grpc.backend import Assembled
 from serve.grpc.config import ServeConfig
 from serve.grpc.server import Server
+from serve.grpc.tls import server_credentials
+from serve.metrics import Metrics, MetricsServer, serve_metrics
+
+if TYPE_CHECKING:
+    from serve.engine import Engine
 
 log = logging.getLogger("serve.grpc")
 
@@ -36,13 +42,17 @@ async def run(config: ServeConfig, assemble: Assemble | None = None) -> int:
         assemble: loads the model, `serve.assemble.assemble` unless a test brings its own.
 
     Raises:
-        ValueError, OSError: the port or the checkpoint cannot be used; the message is for the user.
+        ValueError, OSError: the port, the checkpoint, or a file of certificates or tokens cannot be used; the message
+            is for the user.
     """
     set_memory_fraction(config.memory_fraction)
     signals = _Signals()
-    server = Server(config.host, config.port, config.max_message_mb, config.services)
+    credentials = server_credentials(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    tokens = None if config.auth_token_file is None else TokenFile(config.auth_token_file)
+    server = Server(config.host, config.port, config.max_message_mb, config.services, credentials, tokens)
     await server.start()
     log.info("Listening on %s, loading the model", server.address)
+    log.info("Clients need %s", _needs(config, tokens))
     try:
         loading = _in_thread(lambda: _load(config, assemble))
         first = asyncio.ensure_future(signals.first.wait())
@@ -50,11 +60,13 @@ async def run(config: ServeConfig, assemble: Assemble | None = None) -> int:
         if not loading.done():
             log.info("Stopped while loading")
             _exit_now(0)
-        assembled = loading.result()
+        assembled, endpoint = loading.result()
     except BaseException:
         await server.stop()
         raise
     name = config.served_model_name or assembled.model_name
+    if endpoint is not None:
+        log.info("Metrics at http://%s:%d/metrics", config.host, endpoint.port)
     await server.ready(assembled, name)
     length = assembled.engine.max_model_len
     reads = ",".join(("text", *(assembled.media_format.kinds if assembled.media_format else ())))
@@ -69,6 +81,8 @@ async def run(config: ServeConfig, assemble: Assemble | None = None) -> int:
     await server.drain(config.drain_seconds)
     await server.stop()
     await asyncio.to_thread(assembled.engine.close)
+    if endpoint is not None:
+        await asyncio.to_thread(endpoint.close)
     return 0
 
 
@@ -83,7 +97,16 @@ def set_memory_fraction(fraction: float | None) -> None:
         log.info("Device memory fraction: JAX's default (0.75 on GPUs)")
 
 
-def _load(config: ServeConfig, assemble: Assemble | None) -> Assembled:
+def _needs(config: ServeConfig, tokens: TokenFile | None) -> str:
+    """What the door asks for, for the log."""
+    needs = ["TLS" if config.tls_certificate else "no TLS"]
+    if config.tls_client_ca:
+        needs.append("a certificate of their own")
+    needs.append("no token" if tokens is None else f"one of {len(tokens)} tokens")
+    return ", ".join(needs)
+
+
+def _load(config: ServeConfig, assemble: Assemble | None) -> tuple[Assembled, MetricsServer | None]:
     load: Assemble = assemble or importlib.import_module("serve.assemble").assemble  # imports JAX, so not before
     assembled = load(
         config.model,
@@ -97,8 +120,12 @@ def _load(config: ServeConfig, assemble: Assemble | None) -> Assembled:
         max_queue=config.max_queue,
         compilation_cache=config.compilation_cache,
     )
+    endpoint = None
+    if config.metrics_port is not None:
+        metrics = Metrics(config.served_model_name or assembled.model_name, cast("Engine", assembled.engine))
+        endpoint = serve_metrics(metrics, config.host, config.metrics_port)
     assembled.engine.start()
-    return assembled
+    return assembled, endpoint
 
 
 class _Signals:
@@ -124,10 +151,10 @@ def _exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _in_thread(function: Callable[[], Assembled]) -> asyncio.Future[Assembled]:
+def _in_thread[Result](function: Callable[[], Result]) -> asyncio.Future[Result]:
     """Runs `function` in a daemon thread; the loop's own executor would be waited for at exit."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Assembled] = loop.create_future()
+    future: asyncio.Future[Result] = loop.create_future()
 
     def work() -> None:
         try:

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2_grpc, vllm_engine_pb2_grpc
 
+from serve.grpc.auth import TokenFile, TokenInterceptor
 from serve.grpc.backend import Assembled
 from serve.grpc.service import Service
 from serve.grpc.tokenspeed import TokenSpeedServicer
@@ -59,6 +60,8 @@ class Server:
         max_message_mb: largest message of either direction, MiB.
         services: what to offer, by the names in FULL_NAMES. None leaves it to the model: "vllm" for those that read
             text only, "tokenspeed" for the others, because gateways send sound over that one only.
+        credentials: of TLS, for everything on the port; None for plain text.
+        tokens: what calls must carry, those of the standard health service excepted; None for no tokens.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Server:
         port: int,
         max_message_mb: int = DEFAULT_MAX_MESSAGE_MB,
         services: tuple[str, ...] | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        tokens: TokenFile | None = None,
     ):
         self._host = f"[{host}]" if ":" in host else host
         self.port = port
@@ -74,7 +79,9 @@ class Server:
         self._services = services
         self._reflection = _Reflection()
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        self._grpc = grpc.aio.server(options=server_options(max_message_mb))
+        self._credentials = credentials
+        interceptors = () if tokens is None else (TokenInterceptor(tokens),)
+        self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_mb))
         self._assembled: Assembled | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -97,7 +104,10 @@ class Server:
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(self._reflection, self._grpc)
         await self._set_health(_NOT_SERVING, self._services or tuple(FULL_NAMES))
         try:
-            bound = self._grpc.add_insecure_port(self.address)
+            if self._credentials is None:
+                bound = self._grpc.add_insecure_port(self.address)
+            else:
+                bound = self._grpc.add_secure_port(self.address, self._credentials)
         except RuntimeError:
             bound = 0
         if bound == 0:  # older gRPC returns 0, newer raises

@@ -21,10 +21,11 @@ from serve.grpc.choice import Choice, Piece
 from serve.grpc.errors import Refusal
 from serve.grpc.mailbox import Mailbox
 from serve.grpc.media import MediaInput, placed
+from serve.grpc.pace import Pace
 from serve.grpc.profile import Profiler
 from serve.grpc.sampling import Wanted, seeded
 from serve.grpc.stops import TokenStops
-from serve.request import EngineClosed, InvalidRequest, Media, Output, Request, SamplingParams
+from serve.request import EngineBusy, EngineClosed, InvalidRequest, Media, Output, Request, SamplingParams
 from serve.text.detokenize import IncrementalDetokenizer
 from serve.text.stop import StopStrings
 
@@ -81,6 +82,7 @@ class Service:
         self._assembled: Assembled | None = None
         self._calls: dict[str, _Call] = {}
         self._serial = itertools.count()
+        self._pace = Pace()
 
     def ready(self, assembled: Assembled, served_model_name: str, offered: tuple[str, ...]) -> None:
         """The model is loaded, and its engine has started."""
@@ -130,7 +132,7 @@ class Service:
         piece an index.
 
         Raises:
-            InvalidRequest, EngineBusy, EngineClosed, Refusal: it is not served; the message is for the client.
+            InvalidRequest, EngineClosed, Refusal: it is not served; the message is for the client.
         """
         assembled = self.loaded()
         request_id = ask.request_id or uuid.uuid4().hex
@@ -181,17 +183,8 @@ class Service:
             )
             for index in range(ask.wanted.n)
         ]
-        while not all(choice.finished for choice in choices):
-            for index, output in await call.mailbox.get():
-                choice = choices[index]
-                if choice.finished:  # by a stop string; the engine's own end follows
-                    continue
-                _check_ended_by_server(output, call, assembled.engine)
-                pieces = choice.advance(output)
-                if choice.stopped_by is not None:
-                    assembled.engine.abort(call.engine_ids[index])
-                for piece in pieces:
-                    await send(piece)
+        with self._pace.running(ask.wanted.n):
+            await _deliver(call, choices, assembled.engine, send)
 
     async def _submit(self, request_id: str, call: _Call, request: Request, n: int, engine: Engine) -> None:
         # The serial keeps the engine's ids apart when a client uses one again at once: the engine may still be
@@ -201,11 +194,32 @@ class Service:
             engine_id = f"{request_id}/{serial}/{index}"
             sampling = seeded(request.sampling, index)
             sequence = dataclasses.replace(request, request_id=engine_id, sampling=sampling)
-            engine.submit(sequence, functools.partial(call.mailbox.put, index))
+            try:
+                engine.submit(sequence, functools.partial(call.mailbox.put, index))
+            except EngineBusy as error:
+                wait = self._pace.retry_after_s(engine.stats().num_waiting)
+                raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), wait) from error
             call.engine_ids.append(engine_id)
             await asyncio.sleep(0)  # the engine has read the whole prompt: other calls' turn
             if call.aborted:
                 raise Refusal(grpc.StatusCode.CANCELLED, _ABORTED_EARLY)
+
+
+async def _deliver(
+    call: _Call, choices: Sequence[Choice], engine: Engine, send: Callable[[Piece], Awaitable[None]]
+) -> None:
+    """Sends what the engine puts out, until every choice is finished."""
+    while not all(choice.finished for choice in choices):
+        for index, output in await call.mailbox.get():
+            choice = choices[index]
+            if choice.finished:  # by a stop string; the engine's own end follows
+                continue
+            _check_ended_by_server(output, call, engine)
+            pieces = choice.advance(output)
+            if choice.stopped_by is not None:
+                engine.abort(call.engine_ids[index], "stop")
+            for piece in pieces:
+                await send(piece)
 
 
 async def _prompt(ask: Ask, assembled: Assembled) -> tuple[int, ...]:

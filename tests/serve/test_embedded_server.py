@@ -6,13 +6,16 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as stubs
 
@@ -28,7 +31,10 @@ MODELS = {"bf16": [], "nvfp4": ["--model", str(ROOT / "checkpoints" / "flint-tin
 
 @pytest.fixture(scope="module", params=MODELS)
 def stub(request):
-    command = [sys.executable, "-m", "serve.grpc", "--port", "0", *MODELS[request.param]]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        metrics_port = free.getsockname()[1]
+    options = ["--port", "0", "--metrics-port", str(metrics_port)]
+    command = [sys.executable, "-m", "serve.grpc", *options, *MODELS[request.param]]
     # At full optimisation, unlike the other tests: here running takes longer than compiling.
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -36,7 +42,9 @@ def stub(request):
     address = re.search(r"grpc=(\S+)", server.stdout.readline())
     assert address
     with grpc.insecure_channel(address[1]) as channel:
-        yield stubs.VllmEngineStub(channel)
+        stub = stubs.VllmEngineStub(channel)
+        stub.metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+        yield stub
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=60) == 0
 
@@ -97,3 +105,21 @@ def test_text_prompts_are_tokenised_by_the_server(stub, tokenizer):
     from_text = list(stub.Generate(pb.GenerateRequest(request_id="text", text=text, sampling_params=sampling)))
     _, from_ids = answer(stub, tokenizer, example, False, "ids")
     assert list(from_text[-1].complete.output_ids) == list(from_ids.output_ids)
+
+
+def test_prometheus_reads_what_was_answered(stub, tokenizer):
+    def scraped() -> dict[str, float]:
+        with urllib.request.urlopen(stub.metrics) as page:
+            families = text_string_to_metric_families(page.read().decode())
+        return {
+            sample.name: sample.value for family in families for sample in family.samples if "le" not in sample.labels
+        }
+
+    before = scraped()
+    _, complete = answer(stub, tokenizer, EXAMPLES[0], stream=True, name="counted")
+    after = scraped()
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["vllm:prompt_tokens_total"] == complete.prompt_tokens
+    assert grown["vllm:generation_tokens_total"] == complete.completion_tokens
+    assert grown["vllm:time_to_first_token_seconds_count"] == 1
+    assert after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0

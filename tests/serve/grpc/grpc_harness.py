@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 from stub_engine import StubEngine
 
+from serve.grpc.auth import TokenFile
 from serve.grpc.server import Server
 from serve.media.format import MediaFormat
 from serve.text.load import load_tokenizer
@@ -115,12 +116,14 @@ class Harness:
         load: bool = True,
         max_message_mb: int = 256,
         services: tuple[str, ...] | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        tokens: TokenFile | None = None,
         **settings,
     ):
         self.model = stub_model(folder, **settings)
         self.engine, self.tokenizer = self.model.engine, self.model.tokenizer
         self.engine.start()
-        self._load, self._options = load, (max_message_mb, services)
+        self._load, self._options = load, (max_message_mb, services, credentials, tokens)
         self._loop = loop
         self._channels: list[grpc.Channel] = []
 

@@ -94,8 +94,9 @@ class StubEngine:
             self._waiting.append(_Sequence(request, on_output))
             self._changed.notify()
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request; True if it was known. Its last `Output` says "abort"."""
+    def abort(self, request_id: str, reason: str = "abort") -> bool:
+        """Ends a request; True if it was known. Its last `Output` says "abort", whatever the reason."""
+        del reason
         with self._changed:
             found = [s for s in self._waiting + self._running if s.request.request_id == request_id]
             for sequence in found:
