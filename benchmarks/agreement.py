@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.decode import first_rows
 from benchmarks.full_size import MODELS, abstract_model, full_size, with_layers
 from modeling.architecture import Model
 from modeling.batch import Batch
@@ -48,19 +47,19 @@ def main(argv: list[str] | None = None) -> int:
     plain = logits(model, cache, pages, args.context)
     found = compared(plain, logits(with_kernels(model, kernels), cache, pages, args.context))
     bound = compared(plain, logits(nudged(model, args.batch), cache, pages, args.context))
-    result = {"fused": found, "plain, embeddings moved by one bfloat16 number": bound}
+    result = dict(fused=found, plain_nudged=bound)
     print(
         json.dumps(dict(format=args.format, context=args.context, batch=args.batch, layers=len(model.layers)) | result)
     )
     for name, values in result.items():
-        print(f"{name:>50}  {values}", file=sys.stderr)
+        print(f"{name:>12}  {values}", file=sys.stderr)
     return 0 if found["relative_error"] <= 1.25 * bound["relative_error"] < 0.5 else 1
 
 
 def logits(model: Model, cache: Cache, pages: PageTables, context: int) -> np.ndarray:
     """Of one step after `context` tokens of each sequence, sequence i fed token i: [batch, vocab_size] float32."""
     batch = pages.slot.shape[0]
-    lengths = first_rows(model.config, context, batch, sampled=False).length
+    lengths = jnp.full(batch, context, jnp.int32)
     leaves, treedef = jax.tree.flatten(model)
 
     @jax.jit

@@ -174,9 +174,9 @@ class Tiles:
         negative, nothing is read.
         """
         arguments = (matrix, step, row, num_rows, experts)
-        return Fragment(self.load_weight(*arguments), self.load_scales(*arguments))
+        return Fragment(self._load_weight(*arguments), self._load_scales(*arguments))
 
-    def load_weight(self, matrix: Matrix, step: int, row: Any, num_rows: int | None = None, experts: Any = None):
+    def _load_weight(self, matrix: Matrix, step: int, row: Any, num_rows: int | None = None, experts: Any = None):
         """Of `load` the weights, or codes, alone."""
         piece, r = self._piece(step), self.iota(1) // 2
         column = piece * self.lane_columns
@@ -186,7 +186,7 @@ class Tiles:
         fits = self._inside(row, num_rows, r, column, mask)
         return _masked_load(matrix.weight, (row + r, piece * 8 + self.iota(3)), expert, fits)
 
-    def load_scales(self, matrix: Matrix, step: int, row: Any, num_rows: int | None = None, experts: Any = None):
+    def _load_scales(self, matrix: Matrix, step: int, row: Any, num_rows: int | None = None, experts: Any = None):
         """Of `load` the scale bytes alone, if there are any."""
         if matrix.scales is None:
             return None

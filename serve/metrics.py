@@ -23,18 +23,33 @@ if TYPE_CHECKING:
     from serve.scheduler import Sequence
 
 # Upper bounds of the buckets in seconds; vLLM's.
-FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-TOKEN_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-REQUEST_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
+BUCKETS = {
+    "first token": (
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+        *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+    ),
+    "token": (
+        *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+        *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    ),
+    "request": (
+        *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+        *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+    ),
+}
+# By what `Metrics` calls it: its name, what it is, and which bounds it has.
+_HISTOGRAMS = {
+    "first_token": ("time_to_first_token_seconds", "From a request's arrival to its first token.", "first token"),
+    "inter_token": ("inter_token_latency_seconds", "Between two tokens of a request.", "token"),
+    "time_per_token": ("request_time_per_output_token_seconds", "A request's mean time between tokens.", "token"),
+    "end_to_end": ("e2e_request_latency_seconds", "From a request's arrival to its end.", "request"),
+    "queue": ("request_queue_time_seconds", "From a request's arrival to its admission.", "request"),
+    "prefill": ("request_prefill_time_seconds", "From a request's admission to its first token.", "request"),
+    "decode": ("request_decode_time_seconds", "From a request's first token to its last.", "request"),
+    "inference": ("request_inference_time_seconds", "From a request's admission to its last token.", "request"),
+    "prompt": ("request_prompt_tokens", "A request's prompt tokens.", "tokens"),
+    "generation": ("request_generation_tokens", "A request's new tokens.", "tokens"),
+}
 FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
 
@@ -59,34 +74,11 @@ class Metrics(Collector):
         self._engine = engine
         self._labels = (model_name, "0")
         self._finished: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
-        token_counts = tuple(_one_two_five(engine.max_model_len))
-        self._histograms: list[_Histogram] = []
-        self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
-        )
-        self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_BUCKETS
-        )
-        self._time_per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "A request's mean time between tokens.", TOKEN_BUCKETS
-        )
-        self._end_to_end = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", REQUEST_BUCKETS
-        )
-        self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "From a request's arrival to its admission.", REQUEST_BUCKETS
-        )
-        self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds", "From a request's admission to its first token.", REQUEST_BUCKETS
-        )
-        self._decode = self._histogram(
-            "vllm:request_decode_time_seconds", "From a request's first token to its last.", REQUEST_BUCKETS
-        )
-        self._inference = self._histogram(
-            "vllm:request_inference_time_seconds", "From a request's admission to its last token.", REQUEST_BUCKETS
-        )
-        self._prompt = self._histogram("vllm:request_prompt_tokens", "A request's prompt tokens.", token_counts)
-        self._generation = self._histogram("vllm:request_generation_tokens", "A request's new tokens.", token_counts)
+        # Upper bounds of requests' numbers of tokens.
+        bounds = BUCKETS | {"tokens": tuple(_one_two_five(engine.max_model_len))}
+        self._histograms = {
+            key: _Histogram(f"vllm:{name}", meaning, bounds[unit]) for key, (name, meaning, unit) in _HISTOGRAMS.items()
+        }
         self.registry = CollectorRegistry(auto_describe=True)
         self.registry.register(self)
         engine.observer = self.record
@@ -97,32 +89,32 @@ class Metrics(Collector):
         if output.token_ids:
             previous, sequence.last_token_at = sequence.last_token_at, now
             if previous is None:
-                self._first_token.add(now - sequence.arrived_at)
+                self._histograms["first_token"].add(now - sequence.arrived_at)
                 sequence.first_token_at = now
             else:
                 # A visit to the device brings several tokens at once; shared out among them, its time is a token's.
                 count = len(output.token_ids)
-                self._inter_token.add((now - previous) / count, count)
+                self._histograms["inter_token"].add((now - previous) / count, count)
         if output.finish_reason is not None:
             self._record_end(sequence, output, output.finish_reason, now)
 
     def _record_end(self, sequence: Sequence, output: Output, reason: str, now: float) -> None:
         # What a request did not live to see is not measured: no zeros for the phases of one that was aborted early.
         self._finished[reason] += 1
-        self._end_to_end.add(now - sequence.arrived_at)
-        self._prompt.add(output.num_prompt_tokens)
-        self._generation.add(output.num_output_tokens)
+        self._histograms["end_to_end"].add(now - sequence.arrived_at)
+        self._histograms["prompt"].add(output.num_prompt_tokens)
+        self._histograms["generation"].add(output.num_output_tokens)
         admitted, first, last = sequence.admitted_at, sequence.first_token_at, sequence.last_token_at
         if admitted is None:
             return
-        self._queue.add(admitted - sequence.arrived_at)
+        self._histograms["queue"].add(admitted - sequence.arrived_at)
         if first is None or last is None:
             return
-        self._prefill.add(first - admitted)
-        self._decode.add(last - first)
-        self._inference.add(last - admitted)
+        self._histograms["prefill"].add(first - admitted)
+        self._histograms["decode"].add(last - first)
+        self._histograms["inference"].add(last - admitted)
         if output.num_output_tokens > 1:
-            self._time_per_token.add((last - first) / (output.num_output_tokens - 1))
+            self._histograms["time_per_token"].add((last - first) / (output.num_output_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as of now, as `registry` asks for them; from any thread."""
@@ -145,13 +137,8 @@ class Metrics(Collector):
         for reason, count in self._finished.items():
             finished.add_metric([*self._labels, reason], count)
         yield finished
-        for histogram in self._histograms:
+        for histogram in self._histograms.values():
             yield histogram.family(self._labels)
-
-    def _histogram(self, name: str, meaning: str, bounds: tuple[float, ...]) -> _Histogram:
-        histogram = _Histogram(name, meaning, bounds)
-        self._histograms.append(histogram)
-        return histogram
 
     def _gauge(self, name: str, meaning: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, meaning, labels=LABELS)

@@ -240,7 +240,7 @@ def _swiglu(tiles, rows, row_groups, x_ref, norm, matrices, out_ref) -> None:
     activations, pair = ask(tiles, x_ref, norm), load_gate_up(tiles, matrices, row, row_groups, rows[0])
     empty = tiles.fence()
     gate, up = gate_and_up(tiles, pair, activations(), empty)
-    gate, up = (value.astype(jnp.bfloat16).astype(jnp.float32) for value in (gate, up))
+    gate, up = rounded(gate), rounded(up)
     end = rows[0] if rows[0] % (row_groups * ROW_GROUP) else None
     store_rows(tiles, out_ref, silu(gate) * up, row, end, row_groups)
 
@@ -272,6 +272,11 @@ def _of_pair(array: jax.Array, which: int) -> jax.Array:
     parts = array.reshape(*array.shape[:-1], 2, -1)
     place = lax.broadcasted_iota(jnp.int32, parts.shape, parts.ndim - 2)
     return jnp.where(place == which, parts, 0.0).sum(axis=-2)
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """float32, rounded to bfloat16."""
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def silu(x: jax.Array) -> jax.Array:

@@ -30,6 +30,7 @@ from pallas_kernels.dense_gemv.triton import (
     load_groups,
     load_pair,
     multiply_groups,
+    rounded,
     scaled,
     store_rows,
 )
@@ -60,9 +61,9 @@ def down(
         arguments = activations, shared_activations, ids, weights, experts, shared
         tiles = dataclasses.replace(lane, num_warps=blocks.down_warps, groups=blocks.down_warps // group_warps)
         return _of_one_token(tiles, blocks.down_row_groups, *arguments), counters
-    arguments = activations, shared_activations, ids, count, weights, counters, experts, shared
+    others = ids, count, weights, experts, shared, counters
     tiles = dataclasses.replace(lane, num_warps=min(group_warps, blocks.down_warps))
-    return _of_several_tokens(tiles, blocks.down_row_groups, top_k, *arguments)
+    return _of_several_tokens(tiles, blocks.down_row_groups, top_k, activations, shared_activations, others)
 
 
 def _of_one_token(tiles: Tiles, row_groups, activations, shared_activations, ids, weights, experts, shared):
@@ -117,7 +118,7 @@ def _of_one_token(tiles: Tiles, row_groups, activations, shared_activations, ids
         sums += [[[empty]] * row_groups] * (pl.next_power_of_2(passes) - passes)
         totals = tiles.finish([of_pass[i] for i in range(row_groups) for of_pass in sums])
         routed, rest = _weighted(tiles, totals, len(sums), scales, shares)
-        store_rows(tiles, refs[-1], _rounded(routed) + _rounded(scaled(rest, shared_scale)), row, bound, row_groups)
+        store_rows(tiles, refs[-1], rounded(routed) + rounded(scaled(rest, shared_scale)), row, bound, row_groups)
 
     return pl.pallas_call(
         kernel,
@@ -142,7 +143,7 @@ def _weighted(tiles: Tiles, totals, passes: int, scales: list, shares: list) -> 
             lambda found, i: jnp.where(slot == i, values[i], found), range(len(values)), jnp.zeros(totals.shape)
         )
 
-    outputs = _rounded(scaled(totals, [of_slot([scale for [scale] in scales])] if scales[0] else []))
+    outputs = rounded(scaled(totals, [of_slot([scale for [scale] in scales])] if scales[0] else []))
     experts = slot < len(shares)
 
     def added(x: jax.Array) -> jax.Array:
@@ -151,21 +152,10 @@ def _weighted(tiles: Tiles, totals, passes: int, scales: list, shares: list) -> 
     return added(jnp.where(experts, of_slot(shares) * outputs, 0.0)), added(jnp.where(experts, 0.0, totals))
 
 
-def _of_several_tokens(
-    tiles: Tiles,
-    row_groups,
-    top_k,
-    activations,
-    shared_activations,
-    ids,
-    count,
-    weights,
-    counters,
-    experts,
-    shared,
-):
+def _of_several_tokens(tiles: Tiles, row_groups, top_k, activations, shared_activations, others):
     """Partial outputs go to float32 [1 + top_k, tokens, hidden]: the shared expert's, then each token's experts' in the
-    order of their slots."""
+    order of their slots. others: ids, count, weights, both matrices, counters."""
+    *_, experts, _, counters = others
     (num_slots, num_tokens, _), hidden = activations.shape, experts.weight.shape[1]
     block_rows = row_groups * ROW_GROUP
     num_blocks = pl.cdiv(hidden, block_rows)
@@ -173,7 +163,7 @@ def _of_several_tokens(
     shared_tiles = dataclasses.replace(tiles, num_columns=shared_activations.shape[1])
     one = dataclasses.replace(tiles, num_tokens=1)
     rows = activations.reshape(num_slots * num_tokens, 1, -1)
-    leaves, treedef = jax.tree.flatten((rows, shared_activations, ids, count, weights, experts, shared, counters))
+    leaves, treedef = jax.tree.flatten((rows, shared_activations, *others))
 
     def kernel(*refs):
         x_ref, shared_x_ref, ids_ref, count_ref, weights_ref, expert_ref, shared_ref, _ = jax.tree.unflatten(
@@ -199,7 +189,7 @@ def _of_several_tokens(
                 sums = one.finish(multiply_groups(one, loaded, [one.spread(of_step) for of_step in x], empty))
                 index = 1 + (before != 0).astype(jnp.int32).sum()
                 store_rows(
-                    one, partial_ref, share * _rounded(scaled(sums, scales)), row, bound, row_groups, (index,), token
+                    one, partial_ref, share * rounded(scaled(sums, scales)), row, bound, row_groups, (index,), token
                 )
 
             for_each_token(one, tokens, ask_token, compute)
@@ -212,7 +202,7 @@ def _of_several_tokens(
             loaded = [[load_pair(shared_tiles, shared_ref, step, first, end, None)] for step in steps]
             scales, activations = accumulator_scales(tiles, [shared_ref]), ask(shared_tiles, shared_x_ref, Norm())
             sums = tiles.finish(multiply_groups(shared_tiles, loaded, activations(), tiles.fence()))
-            store_rows(tiles, partial_ref, _rounded(scaled(sums, scales)), first, end, 1, (0,))
+            store_rows(tiles, partial_ref, rounded(scaled(sums, scales)), first, end, 1, (0,))
 
         def add_up():
             """A token that is idle selects no expert."""
@@ -227,7 +217,7 @@ def _of_several_tokens(
             shares = plt.load(weights_ref.at[slots, tokens], mask=exist, other=0.0)
             selected = (shares != 0).astype(jnp.int32).sum(axis=0)[:, None]
             routed = functools.reduce(jnp.add, [jnp.where(i < selected, x, 0.0) for i, x in enumerate(values[1:])])
-            plt.store(out_ref.at[token, row + place], (_rounded(routed) + values[0]).astype(jnp.bfloat16), mask=fits)
+            plt.store(out_ref.at[token, row + place], (rounded(routed) + values[0]).astype(jnp.bfloat16), mask=fits)
 
         @pl.when(part < parts)
         def _():
@@ -255,7 +245,3 @@ def _of_several_tokens(
         name="moe_down",
     )(*leaves)
     return out, counters
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)

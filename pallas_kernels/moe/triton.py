@@ -22,13 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.dense_gemv.triton import Norm, ask, gate_and_up, load_gate_up, silu, store_rows
+from pallas_kernels.dense_gemv.triton import Norm, ask, gate_and_up, load_gate_up, rounded, silu, store_rows
 from pallas_kernels.moe.blocks import Blocks
 from pallas_kernels.moe.selection import WARP, routing_weights, select, select_row, slots
 from pallas_kernels.moe.tokens import for_each_token, tokens_of
 from pallas_kernels.warp_tiles import ROW_GROUP, Activations, Tiles
-
-SELECT_WARPS = 8
 
 
 def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, valid, blocks: Blocks, interpret):
@@ -77,7 +75,7 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, vali
             )
             empty = one.fence()
             gate, up = gate_and_up(one, pair, [one.spread(of_step) for of_step in x], empty)
-            gate, up = (jnp.where(is_shared, _rounded(value), value) for value in (gate, up))
+            gate, up = (jnp.where(is_shared, rounded(value), value) for value in (gate, up))
             out = silu(gate) * up
             pl.when(is_shared)(lambda: store_rows(one, shared_ref, out, shared_row, shared_end, row_groups))
             pl.when(~is_shared)(lambda: store_rows(one, out_ref, out, row, end, row_groups, (slot,)))
@@ -101,7 +99,7 @@ def gate_up(x, logits, experts, shared, *, top_k, normalise, round_weights, vali
             def _shared():
                 row = (program - num_slots * slot_programs) * shared_rows
                 x, pair = ask(tiles, x_ref, Norm()), load_gate_up(tiles, shared_refs, row, shared_groups, shared_inner)
-                gate, up = map(_rounded, gate_and_up(tiles, pair, x(), tiles.fence()))
+                gate, up = map(rounded, gate_and_up(tiles, pair, x(), tiles.fence()))
                 store_rows(tiles, shared_ref, silu(gate) * up, row, shared_end, shared_groups)
 
         for_one_token() if selected is None else for_several_tokens()
@@ -179,11 +177,7 @@ def _select(logits, valid, num_slots, *, top_k, normalise, round_weights, interp
         kernel,
         grid=(1,),
         out_shape=_selected_shapes(num_slots, num_tokens),
-        compiler_params=plt.CompilerParams(num_warps=SELECT_WARPS, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="moe_select",
     )(*(logits,) if valid is None else (logits, valid))
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)

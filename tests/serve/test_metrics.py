@@ -17,7 +17,7 @@ from tiny import tiny_flint
 from tiny_inkling import tiny_inkling
 
 from serve.engine import Engine, EngineConfig
-from serve.metrics import FIRST_TOKEN_BUCKETS, REQUEST_BUCKETS, TOKEN_BUCKETS, Metrics, serve_metrics
+from serve.metrics import BUCKETS, Metrics, serve_metrics
 from serve.request import Output, Request, SamplingParams
 
 CONFIG = EngineConfig(num_slots=2, prefill_chunks=(16,), max_model_len=512, decode_steps=4, progress=False)
@@ -270,7 +270,7 @@ def test_one_metric_can_be_asked_for(served):
     server.close()
 
 
-@pytest.mark.parametrize("bounds", [FIRST_TOKEN_BUCKETS, TOKEN_BUCKETS, REQUEST_BUCKETS])
+@pytest.mark.parametrize("bounds", BUCKETS.values(), ids=BUCKETS)
 def test_bounds_ascend(bounds):
     assert list(bounds) == sorted(set(bounds))
 
